@@ -1,0 +1,61 @@
+"""Does a configuration fit this machine? Looks only: nothing is created, allocated or written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hicache.config.models import CacheConfig
+from hicache.errors import CapacityError, ConfigError
+from hicache.types import Tier
+
+
+def check_machine(config: CacheConfig, device: str | None = None) -> None:
+    """Check memory and the store's folder. `device` is what `device: auto` turned out to be, where that is known.
+
+    Raises ConfigError, one line with the place, the numbers and the mend.
+    """
+    _check_memory(config, device or config.device.device)
+    _check_store(config)
+
+
+def host_memory_bytes(config: CacheConfig, device: str) -> int:
+    """Bytes of machine memory that all pools of all local ranks take; a cpu device pool counts too."""
+    host = config.capacity(Tier.HOST)
+    pools = [host] if host else []
+    if device == "cpu" and (on_cpu := config.capacity(Tier.DEVICE)):
+        pools.append(on_cpu)
+    ranks = config.host.local_ranks if config.host else 1
+    return ranks * sum(pool.nbytes for pool in pools)
+
+
+def _check_memory(config: CacheConfig, device: str) -> None:
+    from hicache.host_pool.budget import check_host_budget
+
+    index = config.index_of(Tier.HOST if config.host else Tier.DEVICE)
+    assert index is not None
+    try:
+        check_host_budget(host_memory_bytes(config, device))
+    except CapacityError as error:
+        raise ConfigError(f"{config.where('tiers', index, 'size')}: {error}") from None
+
+
+def _check_store(config: CacheConfig) -> None:
+    index = config.index_of(Tier.STORAGE)
+    folder = config.storage.folder if config.storage else None
+    if index is None or folder is None:
+        return
+    if problem := _path_problem(folder):
+        raise ConfigError(f"{config.where('tiers', index, 'path')}: {problem}")
+
+
+def _path_problem(path: Path) -> str | None:
+    """Why a store cannot be kept in `path`; a folder that is not there yet is made later, its parent is not."""
+    folder = path if path.exists() else path.parent
+    if not folder.exists():
+        return f"{path} cannot be made: the folder {folder} does not exist, create it first"
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        return f"{folder} is read-only for this user: choose another path or change its permissions"
+    return None

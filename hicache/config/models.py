@@ -1,0 +1,245 @@
+"""The sections of a configuration and what follows from them: page layout, store identity, capacities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PlainSerializer,
+    PlainValidator,
+    PositiveInt,
+    PrivateAttr,
+    model_validator,
+)
+
+from hicache.config.document import Document
+from hicache.config.known_models import KNOWN_MODELS
+from hicache.config.units import Size, parse_duration, parse_size
+from hicache.hashing import StoreIdentity
+from hicache.layout import MAX_PAGE_SIZE, KVLayout, LayoutKind
+from hicache.types import Tier
+
+SizeField = Annotated[Size, PlainValidator(parse_size), PlainSerializer(lambda size: size.text, return_type=str)]
+Duration = Annotated[
+    float, PlainValidator(parse_duration), PlainSerializer(lambda seconds: f"{seconds * 1e3:g}ms", return_type=str)
+]
+DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Word = Annotated[str, Field(min_length=1)]
+Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
+EvictionPolicy = Literal["lru", "lfu", "fifo", "filo", "mru", "slru", "priority"]
+HostWritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+StorageWritePolicy = Literal["write_through", "write_back"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+
+
+def _dividing(page_size: int) -> int:
+    if not (1 <= page_size <= MAX_PAGE_SIZE and MAX_PAGE_SIZE % page_size == 0):
+        raise ValueError(f"{page_size} does not divide {MAX_PAGE_SIZE}: use a power of two from 1 to {MAX_PAGE_SIZE}")
+    return page_size
+
+
+PageSize = Annotated[int, AfterValidator(_dividing)]
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(Section):
+    """Whose KV is cached. The geometry may be left out for a model of `KNOWN_MODELS`.
+
+    `kv_heads` is the model's, as in its config.json: tensor parallelism divides it. `layers` is what this
+    pipeline stage holds, starting at `first_layer`. All fields but the geometry separate stores on disk.
+    """
+
+    name: Word
+    revision: Word | None = None
+    layers: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    dtype: Dtype = "bfloat16"
+    kind: LayoutKind = "mha"
+    weights_digest: Word | None = None
+    tokenizer_digest: Word | None = None
+    first_layer: NonNegativeInt = 0
+    tp_rank: NonNegativeInt = 0
+    tp_size: PositiveInt = 1
+    pp_rank: NonNegativeInt = 0
+    pp_size: PositiveInt = 1
+    attention_backend: Word | None = None
+    rope_scaling: Word | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_geometry(cls, data: object) -> object:
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+            return data
+        known = dict(KNOWN_MODELS.get(data["name"], {}))
+        if data.get("pp_size", 1) != 1:
+            known.pop("layers", None)  # how a pipeline divides the layers is the engine's choice
+        return {**known, **data}
+
+    @property
+    def kv_heads_per_rank(self) -> int:
+        """Heads held by one rank; ranks beyond the number of heads hold a replica of one, as do all MLA ranks."""
+        return max(1, self.kv_heads // self.tp_size)
+
+
+class DeviceTier(Section):
+    tier: Literal["device"]
+    size: SizeField
+    device: DeviceName = "auto"
+    eviction: EvictionPolicy = "lru"
+
+
+class HostTier(Section):
+    """`size` is per process; `local_ranks` processes of this machine each take as much."""
+
+    tier: Literal["host"]
+    size: SizeField
+    pinned: Literal["auto", True, False] = "auto"
+    eviction: EvictionPolicy = "lru"
+    write: HostWritePolicy = "write_through"
+    selective_hits: PositiveInt = 2
+    local_ranks: PositiveInt = 1
+
+
+class Prefetch(Section):
+    """When a request may start while pages of it still come from storage. `deadline` is in seconds."""
+
+    policy: PrefetchPolicy = "timeout"
+    deadline: Duration = 0.2
+    min_pages: PositiveInt = 1
+
+
+class StorageTier(Section):
+    """`queue` bounds the bytes that wait to be written; what does not fit is shed."""
+
+    tier: Literal["storage"]
+    size: SizeField
+    backend: Word = "lmdb"
+    path: Word | None = None
+    eviction: Literal["lru"] = "lru"
+    values: Literal["slab", "inline"] = "slab"
+    durability: Literal["none", "batch", "always"] = "batch"
+    write: StorageWritePolicy = "write_through"
+    threads: PositiveInt = 2
+    queue: SizeField = parse_size("256MiB")
+    prefetch: Prefetch = Prefetch()
+
+    @property
+    def folder(self) -> Path | None:
+        """`path` with ~ expanded; a relative one starts at the current folder."""
+        return None if self.path is None else Path(self.path).expanduser()
+
+
+TierSection: TypeAlias = DeviceTier | HostTier | StorageTier
+AnyTier = TypeVar("AnyTier", DeviceTier, HostTier, StorageTier)
+
+
+def tier_of(section: TierSection) -> Tier:
+    return Tier[section.tier.upper()]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a tier's size comes to: `num_pages` pages of `page_bytes` bytes within `budget_bytes` bytes."""
+
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    budget_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+class CacheConfig(Section):
+    """A whole configuration. Make one with `load_config`, `parse_config` or `config_from_mapping`."""
+
+    model: ModelSection
+    page_size: PageSize = 64
+    poison: bool = False
+    tiers: Annotated[
+        tuple[Annotated[TierSection, Field(discriminator="tier")], ...],
+        Field(strict=False),
+    ]
+    _document: Document = PrivateAttr(default_factory=lambda: Document("config", None))
+
+    def where(self, *path: str | int) -> str:
+        """Place of a value for messages: "tiers.yaml:7: tiers[1].size"."""
+        return self._document.where(path)
+
+    @property
+    def device(self) -> DeviceTier:
+        tier = self._find(DeviceTier)
+        assert tier is not None  # a rule of every configuration that was made
+        return tier
+
+    @property
+    def host(self) -> HostTier | None:
+        return self._find(HostTier)
+
+    @property
+    def storage(self) -> StorageTier | None:
+        return self._find(StorageTier)
+
+    def index_of(self, tier: Tier) -> int | None:
+        """Position of a tier in `tiers`."""
+        return next((index for index, section in enumerate(self.tiers) if tier_of(section) is tier), None)
+
+    def layout(self) -> KVLayout:
+        """Pages of one rank."""
+        model = self.model
+        return KVLayout(
+            num_layers=model.layers,
+            num_kv_heads=model.kv_heads_per_rank,
+            head_dim=model.head_dim,
+            page_size=self.page_size,
+            dtype=model.dtype,
+            kind=model.kind,
+        )
+
+    def identity(self) -> StoreIdentity:
+        """What a stored page depends on besides its tokens."""
+        geometry = {"layers", "kv_heads", "head_dim", "dtype", "kind"}
+        fields = self.model.model_dump(exclude=geometry)
+        return StoreIdentity(self.layout(), model=fields.pop("name"), **fields)
+
+    def capacity(self, tier: Tier) -> Capacity | None:
+        """What the size of a tier comes to in whole pages, None without that tier."""
+        index = self.index_of(tier)
+        return None if index is None else self.capacity_of(tier, self.tiers[index].size)
+
+    def capacity_of(self, tier: Tier, size: Size) -> Capacity:
+        """What `size` comes to on `tier`. Device pages are packed, host pages and disk slots are aligned."""
+        layout = self.layout()
+        page_bytes = layout.page_bytes if tier is Tier.DEVICE else layout.page_stride
+        num_pages = size.pages(page_bytes, self.page_size)
+        budget = size.amount if size.unit == "bytes" else num_pages * page_bytes
+        return Capacity(num_pages, self.page_size, page_bytes, budget)
+
+    def queue_bytes(self) -> int:
+        """Bound of the store queue in bytes, 0 without a storage tier."""
+        return self.capacity_of(Tier.STORAGE, self.storage.queue).budget_bytes if self.storage else 0
+
+    def attach(self, document: Document) -> None:
+        """Remember where the values were written, for `where`."""
+        self._document = document
+
+    def _find(self, kind: type[AnyTier]) -> AnyTier | None:
+        return next((section for section in self.tiers if isinstance(section, kind)), None)

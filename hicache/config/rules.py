@@ -1,0 +1,88 @@
+"""What must hold between values that are each well-formed: order, divisibility, limits, options that go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hicache.config.document import KeyPath, Problem
+from hicache.config.models import CacheConfig, HostTier, StorageTier, TierSection, tier_of
+from hicache.config.units import Size, format_bytes
+from hicache.types import Tier
+
+MAX_PAGES = 2**31 - 1
+"""Page numbers are int32."""
+
+
+def problems(config: CacheConfig) -> list[Problem]:
+    """Everything that is wrong, in the order of the sections; the later rules need the earlier ones to hold."""
+    return [*_model(config), *_order(config)] or [*_limits(config), *_options(config)]
+
+
+def _model(config: CacheConfig) -> Iterator[Problem]:
+    model = config.model
+    for axis, rank, size in (("tp", model.tp_rank, model.tp_size), ("pp", model.pp_rank, model.pp_size)):
+        if rank >= size:
+            yield Problem(("model", f"{axis}_rank"), f"{rank} must be less than {axis}_size, which is {size}")
+    if model.kind == "mla" and model.kv_heads != 1:
+        yield Problem(("model", "kv_heads"), f"{model.kv_heads} must be 1 for kind mla, it has one latent per token")
+    if model.kv_heads % model.tp_size and model.tp_size % model.kv_heads:
+        yield Problem(("model", "tp_size"), f"{model.tp_size} ranks cannot share {model.kv_heads} KV heads evenly")
+
+
+def _order(config: CacheConfig) -> Iterator[Problem]:
+    """Each tier once, fastest first, with nothing missing in between."""
+    present = [tier_of(section) for section in config.tiers]
+    for index, tier in enumerate(present):
+        if tier in present[:index]:
+            yield Problem(("tiers", index), f"a second {tier.name.lower()} tier, there can be one: remove it")
+        elif index and tier < max(present[:index]):
+            before = present[index - 1].name.lower()
+            yield Problem(("tiers", index), f"{tier.name.lower()} after {before}: the order is device, host, storage")
+    if Tier.DEVICE not in present:
+        yield Problem(("tiers",), "there is no device tier, it must be the first")
+    if Tier.STORAGE in present and Tier.HOST not in present:
+        yield Problem(
+            ("tiers", present.index(Tier.STORAGE)), "a storage tier needs a host tier before it: copies pass it"
+        )
+
+
+def _limits(config: CacheConfig) -> Iterator[Problem]:
+    """No limit that comes to nothing."""
+    for index, section in enumerate(config.tiers):
+        yield from _limit(config, tier_of(section), section.size, ("tiers", index, "size"))
+        if isinstance(section, StorageTier):
+            yield from _limit(config, Tier.STORAGE, section.queue, ("tiers", index, "queue"))
+
+
+def _limit(config: CacheConfig, tier: Tier, size: Size, path: KeyPath) -> Iterator[Problem]:
+    capacity = config.capacity_of(tier, size)
+    if not capacity.num_pages:
+        one = f"one page of {config.page_size} tokens takes {capacity.page_bytes} bytes"
+        yield Problem(path, f"{size.text} holds no page: {one} ({format_bytes(capacity.page_bytes)})")
+    if capacity.num_pages > MAX_PAGES and tier is not Tier.STORAGE:
+        yield Problem(path, f"{size.text} is {capacity.num_pages} pages, there can be at most {MAX_PAGES}")
+
+
+def _options(config: CacheConfig) -> Iterator[Problem]:
+    """Options that were written down but would have no effect are mistakes."""
+    for index, section in enumerate(config.tiers):
+        for key, message in _without_effect(section):
+            yield Problem(("tiers", index, *key), message)
+
+
+def _without_effect(section: TierSection) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(section, HostTier):
+        if "selective_hits" in section.model_fields_set and section.write != "write_through_selective":
+            yield ("selective_hits",), f"has no effect with write: {section.write}, it is for write_through_selective"
+    elif isinstance(section, StorageTier):
+        yield from _backend_options(section)
+        if "deadline" in section.prefetch.model_fields_set and section.prefetch.policy == "best_effort":
+            yield ("prefetch", "deadline"), "has no effect with policy: best_effort, which never waits"
+
+
+def _backend_options(storage: StorageTier) -> Iterator[tuple[tuple[str, ...], str]]:
+    if storage.backend == "lmdb" and storage.path is None:
+        yield (), "missing key 'path': the folder the lmdb backend keeps its files in"
+    if storage.backend == "memory":
+        for key in sorted({"path", "values", "durability"} & storage.model_fields_set):
+            yield (key,), "has no effect with backend: memory"

@@ -1,0 +1,1 @@
+"""Replay of real and generated traces through the cache, with a stand-in for the model."""

@@ -1,0 +1,78 @@
+"""What a storage tier must do: blocking batch operations over pages named by digests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Consecutive pages of one prefix chain to be written.
+
+    `keys[i+1]` is the child of `keys[i]`; `parent` is the digest before `keys[0]`, None at the start of a
+    chain. `buffers[i]` holds the bytes of page `keys[i]`.
+    """
+
+    keys: Sequence[bytes]
+    buffers: Sequence[memoryview]
+    parent: bytes | None
+
+
+@dataclass(frozen=True)
+class StorageUsage:
+    """Bytes as the medium counts them. `budget_bytes` is None where the backend is unbounded."""
+
+    pages: int
+    used_bytes: int
+    budget_bytes: int | None
+    evicted_pages: int
+
+
+class StorageBackend(ABC):
+    """A place for pages that outlives host memory.
+
+    Calls block and may come from several threads of the storage engine at once. `keys` are 32-byte
+    page digests of consecutive pages of one prefix chain: keys[i+1] is the child of keys[i]. Buffers
+    are host pages of `page_bytes` bytes (the identity's layout), 4 KiB-aligned and 4 KiB-padded when
+    they come from a host pool, so that `memoryview` slices can be given to O_DIRECT.
+
+    Nothing here is optional. A backend signals trouble by raising StorageError; whatever it raises,
+    pages that were not reported as written or read are absent to the caller.
+    """
+
+    @abstractmethod
+    def contains_prefix(self, keys: Sequence[bytes]) -> int:
+        """Number of leading keys present. A hint: found is not readable until `read_into` says so."""
+
+    @abstractmethod
+    def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        """Read leading pages into writable `buffers`; returns how many were read AND verified.
+
+        Stops at the first page that is absent, short or fails its checksum; the index entry of such
+        a page is removed. Buffers beyond the returned count hold garbage.
+        """
+
+    @abstractmethod
+    def write(self, runs: Sequence[PageRun]) -> list[int]:
+        """Store runs in one transaction; returns how many leading pages of each run are stored.
+
+        A page that was present before counts as stored. A page whose parent is not in the store is
+        not written: it could never be reached. Parents are evicted after their children only.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove pages and everything below them; returns the number of pages removed."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Remove every page of this identity; returns the number of pages removed."""
+
+    @abstractmethod
+    def usage(self) -> StorageUsage: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make acknowledged pages durable as configured and release files. Idempotent."""

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hicache import cli
+
+TEXT = """\
+model: {{name: example/small, layers: 4, kv_heads: 2, head_dim: 32, dtype: float16}}
+page_size: 16
+tiers:
+  - {{tier: device, size: 1MiB}}
+  - {{tier: host, size: 2MiB}}
+  - {{tier: storage, size: 8MiB, path: {folder}/store}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(TEXT.format(folder=tmp_path))
+    return path
+
+
+def test_check_says_ok_and_makes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "check", str(file)]) == 0
+    summary = "device 64 pages (1024 tokens), host 128 pages (2048 tokens), storage 512 pages (8192 tokens)"
+    assert capsys.readouterr() == (f"{file}: ok, {summary}\n", "")
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("size: 2MiB", "sise: 2MiB", 5, "tiers[1].sise: unknown key, did you mean 'size'?"),
+        ("size: 2MiB", "size: 2", 5, "tiers[1].size: 2: a size needs a unit"),
+        ("size: 2MiB", "size: 1B", 5, "tiers[1].size: 1B holds no page"),
+        ("page_size: 16", "page_size: 24", 2, "page_size: 24 does not divide 512"),
+        ("tier: host", "tier: device", 5, "tiers[1]: a second device tier"),
+        ("tier: device", "tier: host", 5, "tiers[1]: a second host tier"),
+        ("/store", "/no/store", 6, "tiers[2].path: "),
+        ("/store", "/t.yaml", 6, "tiers[2].path: "),
+        ("size: 2MiB", "size: 30TiB", 5, "tiers[1].size: "),
+    ],
+)
+def test_every_mistake_is_one_line_and_exit_2(
+    file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, line: int, message: str
+) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    assert cli.run(["config", "check", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {file}:{line}: {message}")
+    assert err.count("\n") == 1
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_show_lists_defaults_and_derived_figures(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "show", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for figure in ("1024 (1.00 KiB)", "16384 (16.00 KiB)", "8,192", "8,388,608", "durability=batch"):
+        assert figure in out
+
+
+def test_show_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "show", str(file), "--json", "--set", "tiers.1.size=64 pages"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["page_size"] == 16
+    assert shown["layout"] == {"token_bytes": 1024, "page_bytes": 16384, "slot_bytes": 16384, "num_kv_heads": 2}
+    assert shown["tiers"][1]["size"] == "64 pages"
+    assert shown["tiers"][1]["write"] == "write_through"
+    assert shown["tiers"][1]["derived"] == {"pages": 64, "tokens": 1024, "bytes": 2**20}
+    assert shown["tiers"][2]["prefetch"] == {"policy": "timeout", "deadline": "200ms", "min_pages": 1}
+
+
+def test_a_bad_override_names_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "show", str(file), "--set", "tiers.1.size=64"]) == 2
+    assert capsys.readouterr().err.startswith("error: --set tiers.1.size=64: tiers[1].size: 64: a size needs a unit")
