@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hicache.errors import ProtocolError
+from hicache.layout import KVLayout
+
 
 @dataclass(frozen=True)
 class PageRun:
@@ -28,6 +31,16 @@ class StorageUsage:
     used_bytes: int
     budget_bytes: int | None
     evicted_pages: int
+
+
+def check_buffers(layout: KVLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+    """Raises ProtocolError unless there is one buffer of page_bytes or page_stride bytes for each key."""
+    if len(keys) != len(buffers):
+        raise ProtocolError(f"{len(keys)} keys came with {len(buffers)} buffers")
+    sizes = (layout.page_stride, layout.page_bytes)
+    for buffer in buffers:
+        if buffer.nbytes not in sizes:
+            raise ProtocolError(f"a buffer has {buffer.nbytes} bytes, a page has {sizes[1]} ({sizes[0]} padded)")
 
 
 class StorageBackend(ABC):

@@ -1,0 +1,76 @@
+"""From a configuration to a running cache."""
+
+from __future__ import annotations
+
+from hicache.cache import HiCache
+from hicache.config.machine import check_machine
+from hicache.config.models import CacheConfig
+from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator, resolve_device
+from hicache.errors import ConfigError
+from hicache.host_pool.pool import HostPool
+from hicache.kernels.dispatch import select_kernels
+from hicache.policies.write import WritePolicy
+from hicache.prefetch import PrefetchPolicy
+from hicache.requests import RequestManager
+from hicache.storage_backends.registry import BackendSpec, create, names
+from hicache.streams import create_stream
+from hicache.tiers import HostTier, StorageTier, Tiers
+from hicache.transfer.copy_engine import CopyEngine
+from hicache.transfer.storage_engine import StorageEngine
+from hicache.tree.radix_tree import RadixTree
+from hicache.types import Tier
+
+
+def build_cache(config: CacheConfig) -> HiCache:
+    """Allocate pools, start streams and open the store. Raises ConfigError with the place in the file.
+
+    Nothing is left behind if a part cannot be made: the store is opened before memory is taken.
+    """
+    device = resolve_device(config.device.device)
+    check_machine(config, device)
+    kernels = select_kernels(device)
+    capacity = config.capacity(Tier.DEVICE)
+    assert capacity is not None
+    layout = config.layout()
+    storage = _storage(config)
+    pool = DevicePool(layout, capacity.num_pages, device)
+    tiers = Tiers(
+        identity=config.identity(),
+        tree=RadixTree(layout.page_size, config.device.eviction, config.host.eviction if config.host else "lru"),
+        device_pool=pool,
+        device_allocator=TokenToKVPoolAllocator(capacity.num_pages, layout.page_size),
+        poison=config.poison,
+        storage=storage,
+    )
+    host = config.capacity(Tier.HOST)
+    if host is not None and config.host is not None:
+        host_pool = HostPool(layout, host.num_pages, config.host.pinned)
+        copies = CopyEngine(pool, host_pool, create_stream(device, "d2h"), create_stream(device, "h2d"), kernels)
+        tiers.host = HostTier(host_pool, copies, WritePolicy(config.host.write, config.host.selective_hits))
+    prefetch = config.storage.prefetch if config.storage is not None else None
+    policy = PrefetchPolicy(prefetch.policy, prefetch.deadline, prefetch.min_pages) if prefetch else None
+    return HiCache(tiers, prefetch=policy)
+
+
+def _storage(config: CacheConfig) -> StorageTier | None:
+    section = config.storage
+    capacity = config.capacity(Tier.STORAGE)
+    index = config.index_of(Tier.STORAGE)
+    if section is None or capacity is None or index is None:
+        return None
+    options = {"values": section.values, "durability": section.durability} if section.backend == "lmdb" else {}
+    field = "path" if section.backend in names() else "backend"
+    try:
+        backend = create(
+            section.backend, BackendSpec(config.identity(), capacity.budget_bytes, section.folder, options)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{config.where('tiers', index, field)}: {error}") from error
+    engine = StorageEngine(backend, config.page_size, config.queue_bytes(), section.threads)
+    return StorageTier(engine, WritePolicy(section.write))
+
+
+def build_requests(cache: HiCache, max_requests: int = 256) -> RequestManager:
+    """A request manager whose requests may be as long as the device pool."""
+    num_pages = cache.tiers.device_allocator.num_pages
+    return RequestManager(cache, ReqToTokenPool(max_requests, num_pages * cache.page_size, cache.page_size))

@@ -1,0 +1,404 @@
+"""HiCache: the facade over the tiers and the only place that orders what happens between them.
+
+One thread, the scheduler's, calls everything here. Streams and storage workers move bytes and set
+events; `poll` commits what they finished. No call blocks on a copy, except `drain`, `flush` and `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hicache.demotion import Demotion
+from hicache.errors import TransferError
+from hicache.integrity import check_cache, device_use, host_use
+from hicache.layout import KVLayout
+from hicache.prefetch import Prefetcher, PrefetchPolicy
+from hicache.stats import HOST_DEVICE, CacheStats
+from hicache.streams.base import Event
+from hicache.tiers import Tiers
+from hicache.transfer.tickets import CopyTicket, LoadTicket
+from hicache.tree.node import Node
+from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
+from hicache.tree.residency import ABSENT
+from hicache.types import DropReason, PageIndices, PrefixKey, Tier
+
+CommitBarrier = Callable[[list[int]], list[int]]
+"""Makes ranks agree on how many completions to commit: element-wise minimum over ranks of what each has ready."""
+
+
+@dataclass(frozen=True)
+class LoadBack:
+    """Host pages of a match on their way to the device.
+
+    `tokens` of the match beyond `device_len` will be readable; layer i of all of them is once
+    `layer_done(i)` of every ticket is. `receipt` locks the whole prefix.
+    """
+
+    tokens: int
+    storage_tokens: int  # of `tokens`, those that a prefetch brought from storage
+    tickets: Sequence[LoadTicket]
+    receipt: LockReceipt
+    path: Sequence[Node]
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """Whether a flush happened. If not, nothing was changed and `reason` says why."""
+
+    flushed: bool
+    reason: str = ""
+
+
+class HiCache:
+    """A hierarchical KV cache: device, host and storage tiers under one radix tree."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        prefetch: PrefetchPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        commit_barrier: CommitBarrier = lambda ready: ready,
+    ) -> None:
+        self.tiers = tiers
+        self._demotion = Demotion(tiers)
+        self._prefetcher = Prefetcher(
+            tiers, self._demotion, self.match_prefix, clock, prefetch if prefetch is not None else PrefetchPolicy()
+        )
+        self._loads: deque[tuple[LoadTicket, Fill]] = deque()
+        self._ticket_of: dict[Fill, LoadTicket] = {}
+        self._clock = clock
+        self._barrier = commit_barrier
+        self._compute: Event | None = None
+        self._owners: list[Callable[[], Iterable[PageIndices]]] = []
+        self._closed = False
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.tiers.device_pool.layout
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    # ---- prefixes ---------------------------------------------------------------------------
+
+    def match_prefix(self, key: PrefixKey) -> PrefixMatch:
+        """Longest cached prefix of `key`, in whole pages. Valid until the next call that may evict."""
+        match = self.tiers.tree.match(key)
+        if match.host_hit_len and self.tiers.usable_host is None:
+            return match._replace(path=match.path[: match.device_nodes], host_hit_len=0)
+        return match
+
+    def lock(self, match: PrefixMatch) -> LockReceipt:
+        """Keep the device part of a match until the receipt is given back."""
+        return self.tiers.tree.lock(match.last_device_node)
+
+    def unlock(self, receipt: LockReceipt) -> None:
+        """Give a receipt back, exactly once: ProtocolError the second time."""
+        self.tiers.tree.unlock(receipt)
+
+    def init_load_back(self, match: PrefixMatch) -> LoadBack | None:
+        """Bring the host part of a match to the device, layer by layer, and lock the whole prefix.
+
+        Pages that another request is loading already are shared. None if there is no room on the
+        device now: nothing has changed, try again after a poll. The device part is locked meanwhile.
+        """
+        tree = self.tiers.tree
+        guard = self.lock(match)
+        path, to_load, tickets = self._loadable(match)
+        tree.pin_host(to_load, 1)
+        count = sum(page_count(node) for node in to_load)
+        room = self._demotion.make_device_room(count)
+        tree.pin_host(to_load, -1)
+        if not room:
+            tree.unlock(guard)
+            return None
+        tokens = sum(page_count(node) for node in path[match.device_nodes :]) * self.page_size
+        from_storage = sum(page_count(node) for node in to_load if node.from_storage) * self.page_size
+        if to_load:
+            tickets.append(self._load(to_load, count))
+        receipt = tree.lock(path[-1] if path else None)
+        tree.unlock(guard)
+        return LoadBack(tokens, from_storage, tickets, receipt, path)
+
+    def _loadable(self, match: PrefixMatch) -> tuple[list[Node], list[Node], list[LoadTicket]]:
+        """The usable path of a match, its nodes to load, and the loads under way to wait for."""
+        path, to_load, tickets = list(match.path[: match.device_nodes]), list[Node](), list[LoadTicket]()
+        for node in match.path[match.device_nodes :]:
+            if node.residency[Tier.DEVICE] is ABSENT:
+                to_load.append(node)
+            else:
+                fill = next(fill for fill in self.tiers.tree.fills_of(node) if fill.tier is Tier.DEVICE)
+                if fill.doomed:
+                    break
+                if self._ticket_of[fill] not in tickets:
+                    tickets.append(self._ticket_of[fill])
+            path.append(node)
+        return path, to_load, tickets
+
+    def _load(self, nodes: Sequence[Node], count: int) -> LoadTicket:
+        host = self.tiers.host
+        pages = self.tiers.device_allocator.alloc(count)
+        assert host is not None and pages is not None
+        fill = self.tiers.tree.begin_fill(Tier.DEVICE, nodes, pages)
+        ticket = host.copies.load_back(joined([node.host_pages for node in nodes]), pages, self._compute)
+        self._loads.append((ticket, fill))
+        self._ticket_of[fill] = ticket
+        for node in nodes:
+            node.from_storage = False
+        return ticket
+
+    def insert(self, key: PrefixKey, pages: PageIndices, owned_from: int = 0, priority: int = 0) -> InsertResult:
+        """Give computed pages to the tree and free the duplicates; see RadixTree.insert.
+
+        The pages must have come from `alloc_pages`. Those that the tree did not take stay the caller's.
+        """
+        result = self.tiers.tree.insert(key, pages, owned_from, priority)
+        adopted = sum(page_count(node) for node in result.adopted)
+        self.tiers.request_pages -= adopted
+        self.free_pages(result.duplicates)
+        self._write_through(result)
+        return result
+
+    def _write_through(self, result: InsertResult) -> None:
+        host = self.tiers.usable_host
+        if host is None:
+            return
+        if host.write.on_entry():
+            fresh = [node for node in result.adopted if node.residency[Tier.HOST] is ABSENT]
+            if fresh:
+                self._demotion.stage_backup(fresh)
+        elif host.write.mode == "write_through_selective":
+            for node in result.path:
+                if host.write.on_hit(node.hits) and node.residency[Tier.HOST] is ABSENT:
+                    self._demotion.stage_backup([node])
+
+    # ---- pages ------------------------------------------------------------------------------
+
+    def alloc_pages(self, count: int) -> PageIndices | None:
+        """Device pages for a request; None if there is no room now: poll and try again, or retract."""
+        if not self._demotion.make_device_room(count):
+            return None
+        pages = self.tiers.device_allocator.alloc(count)
+        self.tiers.request_pages += count
+        return pages
+
+    def free_pages(self, pages: PageIndices) -> None:
+        """Take back pages of a request that did not go to the tree."""
+        self.tiers.free_device(pages)
+        self.tiers.request_pages -= len(pages)
+
+    def add_owner(self, pages: Callable[[], Iterable[PageIndices]]) -> None:
+        """Register who can list the pages that requests own, for `check_integrity`."""
+        self._owners.append(pages)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def poll(self) -> int:
+        """Commit completions, in the order of submission per stream; returns how many."""
+        demotion = self._demotion
+        ready = [
+            _leading(demotion.backups, lambda batch: _complete(batch.ticket)),
+            _leading(self._loads, lambda load: _complete(load[0])),
+            _leading(demotion.persists, lambda batch: batch.ticket.done),
+        ]
+        backups, loads, persists = self._barrier(ready)
+        for _ in range(backups):
+            demotion.commit_backup(demotion.backups.popleft())
+        for _ in range(loads):
+            self._commit_load(*self._loads.popleft())
+        for _ in range(persists):
+            demotion.commit_persist(demotion.persists.popleft())
+        self._prefetcher.poll()
+        return backups + loads + persists
+
+    def _commit_load(self, ticket: LoadTicket, fill: Fill) -> None:
+        host = self.tiers.host
+        assert host is not None
+        del self._ticket_of[fill]
+        try:
+            ticket.query()
+        except TransferError:
+            self.tiers.counters.failures["copy"] += 1
+            host.failures_in_a_row += 1
+            host.copies.recover()
+            self.tiers.free_device(self.tiers.tree.abort_fill(fill))
+            return
+        host.failures_in_a_row = 0
+        self.tiers.counters.moved_bytes[HOST_DEVICE] += ticket.nbytes
+        if fill.doomed:
+            self.tiers.free_device(self.tiers.tree.abort_fill(fill))
+        else:
+            self.tiers.tree.commit_fill(fill)
+
+    def end_step(self, after: Event | None) -> None:
+        """The step's work is submitted: send its copies down as one batch, ordered after `after`, the
+        event behind the compute that wrote the pages. Loads from now on come after it, too."""
+        if after is not None:
+            self._compute = after
+        self._demotion.flush_backups(after)
+
+    # ---- prefetch ---------------------------------------------------------------------------
+
+    def prefetch(self, rid: str, key: PrefixKey) -> None:
+        """Look on storage for what neither device nor host has of `key`; call when a request is enqueued."""
+        self._prefetcher.start(rid, key)
+
+    def prefetch_ready(self, rid: str) -> bool:
+        """True once the request may run; with a policy that waits, that is at its deadline at the latest."""
+        return self._prefetcher.ready(rid)
+
+    def cancel_prefetch(self, rid: str) -> None:
+        self._prefetcher.end(rid)
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        """Device tokens that eviction can free."""
+        return device_use(self.tiers).evictable * self.page_size
+
+    def protected_size(self) -> int:
+        """Device tokens that are locked by requests."""
+        return device_use(self.tiers).protected * self.page_size
+
+    def stats(self) -> CacheStats:
+        counters, storage = self.tiers.counters, self.tiers.storage
+        usage = storage.engine.backend.usage() if storage is not None and not self._closed else None
+        return CacheStats(
+            hit_tokens=dict(counters.hit_tokens),
+            computed_tokens=counters.computed_tokens,
+            demoted_pages=dict(counters.demoted_pages),
+            dropped_pages=dict(counters.dropped_pages),
+            moved_bytes=dict(counters.moved_bytes),
+            reclaimed_mirrors=counters.reclaimed_mirrors,
+            prefetches=dict(counters.prefetches),
+            failures=dict(counters.failures),
+            device=device_use(self.tiers),
+            host=host_use(self.tiers),
+            storage_pages=usage.pages if usage is not None else None,
+            storage_bytes=usage.used_bytes if usage is not None else None,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every invariant holds and every page has exactly one owner."""
+        owned = [pages for owner in self._owners for pages in owner()] if self._owners else None
+        check_cache(self.tiers, owned)
+
+    @property
+    def loading(self) -> bool:
+        """Are loads to the device under way, or done and not committed?"""
+        return bool(self._loads)
+
+    @property
+    def in_flight(self) -> bool:
+        """Is anything under way that a later poll will commit?"""
+        return bool(self._loads or self._demotion.in_flight or self._prefetcher.in_flight)
+
+    def drain(self, timeout: float) -> bool:
+        """Commit everything in flight, waiting up to `timeout` seconds; False if something still is."""
+        until = self._clock() + timeout
+        while True:
+            self._demotion.flush_backups(self._compute)
+            self.poll()
+            if not self.in_flight:
+                return True
+            if self._clock() >= until:
+                return False
+            time.sleep(_DRAIN_INTERVAL)
+
+    # ---- flush and close --------------------------------------------------------------------
+
+    def flush(self, tiers: Iterable[Tier] = tuple(Tier), timeout: float = 0.0) -> FlushReport:
+        """Forget what `tiers` hold, all of them by default.
+
+        Waits up to `timeout` seconds for copies in flight, so that none can bring flushed data back.
+        Refused, with nothing changed, while requests hold locks or copies are still in flight.
+        """
+        named = set(tiers)
+        if any(node.lock_ref for node in self.tiers.tree.nodes()):
+            return FlushReport(False, "requests hold locks on cached pages")
+        self._prefetcher.end_all()
+        if not self.drain(timeout):
+            return FlushReport(False, f"copies are still in flight after {timeout:g} s")
+        if Tier.STORAGE in named and self.tiers.storage is not None:
+            self.tiers.storage.engine.backend.clear()
+            for node in self.tiers.tree.nodes():
+                if node.residency.on_storage:
+                    self.tiers.tree.drop_storage(node)
+        for node in reversed(list(self.tiers.tree.nodes())):
+            self._flush_node(node, named)
+        return FlushReport(True)
+
+    def _flush_node(self, node: Node, named: set[Tier]) -> None:
+        tiers, tree = self.tiers, self.tiers.tree
+        lost = page_count(node)
+        keeps_host = Tier.HOST not in named and node.residency.on_host
+        if node.residency.on_device and Tier.DEVICE in named:
+            if not keeps_host:
+                for child in reversed(list(node.subtree())[1:]):  # host pages that nothing would lead to
+                    tiers.counters.dropped(DropReason.FLUSHED, page_count(child))
+                    tiers.free_host(tree.drop_host(child))
+            tiers.free_device(tree.drop_device(node))
+        if node.residency.on_host and (Tier.HOST in named) and (node.residency.on_device or not node.children):
+            tiers.free_host(tree.drop_host(node))
+        if not node.alive:
+            tiers.counters.dropped(DropReason.FLUSHED, lost)
+
+    def close(self, timeout: float = 60.0) -> None:
+        """Bring what only memory holds to storage, then stop streams and workers. Idempotent."""
+        if self._closed:
+            return
+        self._prefetcher.end_all()
+        self.drain(timeout)
+        if self.tiers.usable_storage is not None:
+            self._persist_all(timeout)
+        self._closed = True
+        if self.tiers.host is not None:
+            self.tiers.host.copies.close()
+        if self.tiers.storage is not None:
+            self.tiers.storage.engine.close()
+        if self.tiers.host is not None:
+            self.tiers.host.pool.close()
+
+    def _persist_all(self, timeout: float) -> None:
+        """Store whatever is in memory and not on storage yet, parents first, as far as the host has room."""
+        for node in list(self.tiers.tree.nodes()):
+            host, storage = self.tiers.usable_host, self.tiers.usable_storage
+            if host is None or storage is None:
+                return
+            if node.residency[Tier.HOST] is ABSENT and page_count(node) <= host.pool.allocator.free_pages:
+                self._demotion.stage_backup([node])
+        self.drain(timeout)
+        for node in list(self.tiers.tree.nodes()):
+            if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
+                self._demotion.persist([node], evict=False)
+                if self.tiers.storage is not None and self.tiers.storage.engine.queued_bytes > _CLOSING_BYTES:
+                    self.drain(timeout)
+        self.drain(timeout)
+
+
+T = TypeVar("T")
+
+_DRAIN_INTERVAL = 0.0002
+_CLOSING_BYTES = 64 << 20
+
+
+def _leading(queue: deque[T], ready: Callable[[T], bool]) -> int:
+    count = 0
+    for item in queue:
+        if not ready(item):
+            break
+        count += 1
+    return count
+
+
+def _complete(ticket: CopyTicket) -> bool:
+    try:
+        return ticket.query()
+    except TransferError:
+        return True

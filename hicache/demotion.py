@@ -1,0 +1,386 @@
+"""Making room: device → host → storage. Only what no lower tier takes is discarded, with its reason.
+
+| evicted from | its copies                       | what happens                                             |
+|--------------|----------------------------------|----------------------------------------------------------|
+| device       | on the host                      | dropped: demoted                                         |
+| device       | nowhere else, worth a copy       | backed up first; dropped when the copy is acknowledged   |
+| device       | nowhere else, not worth a copy   | discarded                                                |
+| host, mirror | on the device                    | stored first if storage takes it, then reclaimed         |
+| host, leaf   | on storage                       | dropped: demoted                                         |
+| host, leaf   | nowhere else                     | stored first; dropped when the write is acknowledged     |
+
+No call waits for a copy. A call that could only start copies reports that there is no room yet;
+the caller tries again after the next poll.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hicache.errors import TransferError
+from hicache.hashing import DIGEST_BYTES
+from hicache.stats import DEVICE_HOST, HOST_STORAGE
+from hicache.storage_backends.base import PageRun
+from hicache.streams.base import Event
+from hicache.tiers import HostTier, Tiers
+from hicache.transfer.storage_engine import WriteTicket
+from hicache.transfer.tickets import CopyTicket
+from hicache.tree.node import Node
+from hicache.tree.plans import Fill, joined, page_count
+from hicache.tree.residency import ABSENT
+from hicache.types import DropReason, PageIndices, Tier
+
+_FRAGMENTS = 8
+"""A victim longer than needed is cut, but by no less than this fraction of it, so that it is not shredded."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """Host copies on their way. The device copies of the last `evict_pages` pages fall at the
+    acknowledgement, unless they were used after `evict_before`."""
+
+    fill: Fill
+    evict_pages: int
+    evict_before: int
+
+
+@dataclass(frozen=True)
+class BackupBatch:
+    ticket: CopyTicket
+    backups: Sequence[Backup]
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Pages of one chain on their way to storage. The last `evict_pages` of them are to leave the host at
+    the acknowledgement, stored or not, unless they were used after `evict_before`."""
+
+    fill: Fill
+    evict_pages: int
+    evict_before: int
+
+
+@dataclass(frozen=True)
+class PersistBatch:
+    ticket: WriteTicket
+    persists: Sequence[Persist]
+
+
+class Demotion:
+    """Evicts, and owns the copies down that eviction and the write policies start."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self._staged: list[Backup] = []
+        self.backups: deque[BackupBatch] = deque()
+        self.persists: deque[PersistBatch] = deque()
+        self._leaving_device = 0  # pages whose device copy falls when their backup is acknowledged
+        self._leaving_host = 0
+
+    # ---- device -----------------------------------------------------------------------------
+
+    def make_device_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` device pages are free. False: not yet, or not at all."""
+        tree, allocator = self.tiers.tree, self.tiers.device_allocator
+        stuck: list[Node] = []
+        while (shortage := num_pages - allocator.free_pages) > 0:
+            shortage -= self._leaving_device
+            victim = tree.ledger.device.first()
+            if victim is None or shortage <= 0:
+                break
+            if not victim.residency.on_host:
+                shortage = min(shortage, self._largest_backup())
+            victim = self._cut(victim, shortage)
+            if not self._evict_from_device(victim):
+                tree.ledger.device.discard(victim)
+                stuck.append(victim)
+        for node in stuck:
+            tree.ledger.device.add(node)
+        return num_pages <= allocator.free_pages
+
+    def _largest_backup(self) -> int:
+        """Pages that one victim's backup may take, so that a small host tier is never asked for more than it has."""
+        host = self.tiers.usable_host
+        return max(host.pool.num_pages // 2, 1) if host is not None else self.tiers.device_allocator.num_pages
+
+    def _evict_from_device(self, node: Node) -> bool:
+        """Drop it, discard it, or start its backup. False if none of these can be done now."""
+        if node.residency.on_host:
+            self._demote_from_device(node)
+            return True
+        reason = self._no_backup(node)
+        if reason is None:
+            if self.stage_backup([node], evict=True):
+                return True
+            if self._leaving_host:
+                return False  # host pages are on their way to storage: wait for them
+            reason = DropReason.HOST_FULL
+        return self._discard_device(node, reason)
+
+    def _no_backup(self, node: Node) -> DropReason | None:
+        """Why this page gets no host copy at its eviction; None if it does."""
+        host = self.tiers.host
+        if host is None:
+            return DropReason.NO_LOWER_TIER
+        if host.degraded:
+            return DropReason.TIER_DEGRADED
+        if not host.write.on_eviction(node.hits):
+            return DropReason.WRITE_POLICY
+        return None
+
+    def _demote_from_device(self, node: Node) -> None:
+        self.tiers.counters.demoted_pages[DEVICE_HOST] += page_count(node)
+        self.tiers.free_device(self.tiers.tree.drop_device(node))
+
+    def _discard_device(self, node: Node, reason: DropReason) -> bool:
+        """Discard a device page that is nowhere else, with what hangs below it on the host."""
+        below = list(node.subtree())[1:]
+        if any(child.lock_ref or not child.residency.can_drop(Tier.HOST) for child in below):
+            return False
+        for child in reversed(below):
+            self._drop_host(child, DropReason.CHAIN_CUT)
+        self.tiers.counters.dropped(reason, page_count(node))
+        self.tiers.free_device(self.tiers.tree.drop_device(node))
+        return True
+
+    # ---- device → host ----------------------------------------------------------------------
+
+    def stage_backup(self, nodes: Sequence[Node], evict: bool = False) -> bool:
+        """Begin host copies of device pages; they are copied with the step's batch. False: no host room now.
+
+        With a storage tier, ancestors without a host copy come along: a page stored without them could
+        never be reached.
+        """
+        host = self.tiers.usable_host
+        leaving = sum(page_count(node) for node in nodes) if evict else 0
+        if host is not None and self.tiers.usable_storage is not None and nodes:
+            nodes = [*_without_host_copy(nodes[0].parent), *nodes]
+        count = sum(page_count(node) for node in nodes)
+        if host is None or not self.make_host_room(count):
+            return False
+        pages = host.pool.allocator.alloc(count)
+        assert pages is not None
+        fill = self.tiers.tree.begin_fill(Tier.HOST, nodes, pages)
+        self._staged.append(Backup(fill, leaving, self.tiers.tree.tick))
+        self._leaving_device += leaving
+        return True
+
+    def flush_backups(self, after: Event | None) -> None:
+        """Send everything staged in this step as one copy, ordered after the event `after`."""
+        if not self._staged:
+            return
+        host = self.tiers.host
+        assert host is not None
+        nodes = [node for backup in self._staged for node in backup.fill.nodes]
+        ticket = host.copies.backup(
+            joined([node.device_pages for node in nodes]), joined([node.host_pages for node in nodes]), after
+        )
+        self.backups.append(BackupBatch(ticket, tuple(self._staged)))
+        self._staged = []
+
+    def commit_backup(self, batch: BackupBatch) -> None:
+        host, counters = self.tiers.host, self.tiers.counters
+        assert host is not None
+        try:
+            batch.ticket.query()
+        except TransferError:
+            _count_failure(self.tiers, host)
+            for backup in reversed(batch.backups):
+                self._leaving_device -= backup.evict_pages
+                self.tiers.free_host(self.tiers.tree.abort_fill(backup.fill))
+            return
+        host.failures_in_a_row = 0
+        counters.moved_bytes[DEVICE_HOST] += batch.ticket.nbytes
+        arrived: list[Node] = []
+        for backup in batch.backups:
+            self._leaving_device -= backup.evict_pages
+            self.tiers.tree.commit_fill(backup.fill)
+            arrived += backup.fill.nodes
+        self._persist_on_entry(arrived)
+        for backup in batch.backups:
+            self._drop_unused_device(backup)
+
+    def _drop_unused_device(self, backup: Backup) -> None:
+        left = backup.evict_pages
+        for node in reversed(backup.fill.nodes):
+            if left <= 0:
+                return
+            left -= page_count(node)
+            if node.tick <= backup.evict_before and node in self.tiers.tree.ledger.device:
+                self._demote_from_device(node)
+
+    # ---- host -------------------------------------------------------------------------------
+
+    def make_host_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` host pages are free. False: not yet, or not at all."""
+        host = self.tiers.host
+        assert host is not None
+        if num_pages > host.pool.num_pages:
+            return False
+        ledger, allocator = self.tiers.tree.ledger, host.pool.allocator
+        storing: list[Node] = []
+        wanted = 0
+        while (shortage := num_pages - allocator.free_pages - self._leaving_host - wanted) > 0:
+            order = ledger.mirrors if len(ledger.mirrors) else ledger.host_leaves
+            victim = order.first()
+            if victim is None:
+                break
+            victim = self._cut(victim, shortage)
+            if victim.residency.on_storage or not self._wants_storing(victim):
+                self._drop_host(victim, DropReason.NO_LOWER_TIER)
+                continue
+            order.discard(victim)  # out of the way until its fate is known
+            storing.append(victim)
+            wanted += page_count(victim)
+        for node in storing:
+            (ledger.mirrors if node.residency.on_device else ledger.host_leaves).add(node)
+        if storing:
+            self._store_or_drop(storing)
+        return num_pages <= allocator.free_pages
+
+    def _wants_storing(self, node: Node) -> bool:
+        return self.tiers.usable_storage is not None and node.residency[Tier.STORAGE] is ABSENT
+
+    def _store_or_drop(self, nodes: Sequence[Node]) -> None:
+        refused = self.persist(nodes, evict=True)
+        for node, reason in refused:
+            self._drop_host(node, reason)
+
+    def _drop_host(self, node: Node, reason: DropReason) -> None:
+        """Give up a host copy: a mirror is reclaimed, a leaf demoted if storage has it, else discarded."""
+        counters, count = self.tiers.counters, page_count(node)
+        if node.residency.on_device:
+            counters.reclaimed_mirrors += count
+        elif node.residency.on_storage:
+            counters.demoted_pages[HOST_STORAGE] += count
+        else:
+            degraded = self.tiers.storage is not None and self.tiers.storage.degraded
+            counters.dropped(DropReason.TIER_DEGRADED if degraded else reason, count)
+        self.tiers.free_host(self.tiers.tree.drop_host(node))
+
+    def _cut(self, node: Node, wanted: int) -> Node:
+        """The tail of a victim that is longer than what is wanted; the tail keeps the node's identity."""
+        count = page_count(node)
+        tail = max(wanted, count // _FRAGMENTS, 1)
+        if tail < count:
+            self.tiers.tree.split(node, count - tail)
+        return node
+
+    # ---- host → storage ---------------------------------------------------------------------
+
+    def _persist_on_entry(self, nodes: Sequence[Node]) -> None:
+        storage = self.tiers.usable_storage
+        if storage is not None and storage.write.on_entry():
+            self.persist(nodes, evict=False)
+
+    def persist(self, nodes: Sequence[Node], evict: bool) -> list[tuple[Node, DropReason]]:
+        """Write host pages to storage, ancestors first. Returns the nodes that were not taken, and why."""
+        storage, tree = self.tiers.usable_storage, self.tiers.tree
+        if storage is None:
+            return [(node, DropReason.TIER_DEGRADED) for node in nodes]
+        refused, persists, runs, accepted = list[tuple[Node, DropReason]](), list[Persist](), list[PageRun](), []
+        for node in nodes:
+            chain = self._unstored_chain(node)
+            if chain is None:
+                refused.append((node, DropReason.CHAIN_CUT))
+            elif chain:
+                runs.append(self._run_of(chain))
+                fill = tree.begin_fill(Tier.STORAGE, chain, _NO_PAGES)
+                persists.append(Persist(fill, page_count(node) if evict else 0, tree.tick))
+                accepted.append(node)
+        if not persists:
+            return refused
+        nbytes = sum(len(run.buffers) for run in runs) * self.tiers.device_pool.layout.page_stride
+        ticket = storage.engine.write(runs, nbytes)
+        if ticket is None:
+            for persist in reversed(persists):
+                tree.commit_store(persist.fill, 0)
+            return refused + [(node, DropReason.STORAGE_SHED) for node in accepted]
+        self._leaving_host += sum(persist.evict_pages for persist in persists)
+        self.persists.append(PersistBatch(ticket, tuple(persists)))
+        return refused
+
+    def _unstored_chain(self, node: Node) -> list[Node] | None:
+        """The node after those of its ancestors that are not stored yet; None if one of them has no host copy."""
+        chain: list[Node] = []
+        at: Node | None = node
+        while at is not None and not at.is_root and at.residency[Tier.STORAGE] is ABSENT:
+            if not at.residency.on_host:
+                return None
+            chain.append(at)
+            at = at.parent
+        chain.reverse()
+        return chain
+
+    def _run_of(self, chain: Sequence[Node]) -> PageRun:
+        tree, above = self.tiers.tree, chain[0].parent
+        seed = self.tiers.seed(tree.namespace_of(chain[0]))
+        names = b"".join([tree.digests(node, seed) for node in chain])
+        keys = [names[at : at + DIGEST_BYTES] for at in range(0, len(names), DIGEST_BYTES)]
+        parent = None if above is None or above.is_root else tree.digests(above, seed)[-DIGEST_BYTES:]
+        return PageRun(keys, self.tiers.host_buffers(joined([node.host_pages for node in chain])), parent)
+
+    def commit_persist(self, batch: PersistBatch) -> None:
+        storage, counters = self.tiers.storage, self.tiers.counters
+        assert storage is not None
+        failed = batch.ticket.error is not None
+        if failed:
+            counters.failures["store"] += 1
+        storage.failures_in_a_row = storage.failures_in_a_row + 1 if failed else 0
+        stride = self.tiers.device_pool.layout.page_stride
+        for persist, run, stored in zip(batch.persists, batch.ticket.runs, batch.ticket.counts, strict=True):
+            self._leaving_host -= persist.evict_pages
+            counters.moved_bytes[HOST_STORAGE] += stored * stride
+            top = persist.fill.nodes[0]
+            self.tiers.tree.commit_store(persist.fill, stored)
+            if not stored and run.parent is not None and not failed:
+                self._forget_stored(top.parent)
+            self._drop_unused_host(persist, DropReason.STORAGE_FAILED if failed else DropReason.NOT_ADMITTED)
+
+    def _forget_stored(self, node: Node | None) -> None:
+        """The backend no longer has the pages before a run: what the tree believes of the chain is stale."""
+        while node is not None and not node.is_root:
+            if node.residency.on_storage:
+                self.tiers.tree.drop_storage(node)
+            node = node.parent
+
+    def _drop_unused_host(self, persist: Persist, reason: DropReason) -> None:
+        ledger, left = self.tiers.tree.ledger, persist.evict_pages
+        for node in reversed(persist.fill.nodes):
+            if left <= 0:
+                return
+            left -= page_count(node)
+            if node.tick <= persist.evict_before and (node in ledger.mirrors or node in ledger.host_leaves):
+                self._drop_host(node, reason)
+
+    # ---- state ------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._staged or self.backups or self.persists)
+
+    @property
+    def staged(self) -> bool:
+        return bool(self._staged)
+
+
+def _without_host_copy(node: Node | None) -> list[Node]:
+    """`node` and those of its ancestors that are on the device only, root first."""
+    missing = []
+    while node is not None and not node.is_root:
+        if node.residency[Tier.HOST] is ABSENT:
+            missing.append(node)
+        node = node.parent
+    missing.reverse()
+    return missing
+
+
+def _count_failure(tiers: Tiers, host: HostTier) -> None:
+    tiers.counters.failures["copy"] += 1
+    host.failures_in_a_row += 1
+    host.copies.recover()
+
+
+_NO_PAGES: PageIndices = joined([])

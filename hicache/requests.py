@@ -1,0 +1,195 @@
+"""The life of a request's pages, from admission to release.
+
+Ownership of the pages in a request's table:
+
+    page 0 ............ num_shared ............ num_pages
+           the tree's,            the request's own
+           locked for it
+
+`kv_committed_len` tokens have their KV written; `kv_allocated_len` tokens have a page. Only whole
+pages of committed tokens go to the tree; what was allocated beyond goes back to the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.cache import HiCache
+from hicache.device_pool import ReqToTokenPool
+from hicache.errors import ProtocolError
+from hicache.transfer.tickets import LoadTicket
+from hicache.tree.plans import LockReceipt, joined
+from hicache.types import PageIndices, PrefixKey, TokenIds
+
+
+class Request:
+    """One request's tokens and what it holds of the cache. Made by the caller, changed by RequestManager."""
+
+    def __init__(self, rid: str, tokens: TokenIds, namespace: bytes = b"", priority: int = 0) -> None:
+        self.rid = rid
+        self.tokens: npt.NDArray[np.int32] = np.array(tokens, np.int32)
+        self.namespace = namespace
+        self.priority = priority
+        self.row: int | None = None  # of the ReqToTokenPool, while admitted
+        self.num_shared = 0  # leading pages that are the tree's
+        self.num_pages = 0
+        self.kv_committed_len = 0
+        self.receipt: LockReceipt | None = None
+
+    @property
+    def admitted(self) -> bool:
+        return self.row is not None
+
+    def key(self, num_tokens: int | None = None) -> PrefixKey:
+        return PrefixKey.of(self.tokens[:num_tokens], self.namespace)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the tiers serve of an admitted request; its attention waits for `loads`, layer by layer.
+
+    A load that raises TransferError has brought nothing: retract the request and admit it again.
+    """
+
+    device_len: int
+    host_len: int
+    storage_len: int
+    loads: Sequence[LoadTicket]
+
+    @property
+    def prefix_len(self) -> int:
+        return self.device_len + self.host_len + self.storage_len
+
+
+class RequestManager:
+    """Admits, extends and releases requests over one cache."""
+
+    def __init__(self, cache: HiCache, req_to_token_pool: ReqToTokenPool) -> None:
+        self.cache = cache
+        self.req_to_token_pool = req_to_token_pool
+        self._admitted: dict[str, Request] = {}
+        cache.add_owner(self._owned_pages)
+
+    def admit(self, req: Request) -> Admission | None:
+        """Match, lock and begin to load the cached prefix. At least one token is left to compute.
+
+        None if there is no room now: nothing has changed, poll and try again.
+        """
+        if req.admitted or req.rid in self._admitted:
+            raise ProtocolError(f"request {req.rid!r} is admitted already")
+        row = self.req_to_token_pool.alloc()
+        if row is None:
+            return None
+        match = self.cache.match_prefix(req.key(max(len(req.tokens) - 1, 0)))
+        load = self.cache.init_load_back(match)
+        if load is None:
+            self.req_to_token_pool.free(row)
+            return None
+        pages = joined([node.device_pages for node in load.path])
+        self.req_to_token_pool.write(row, 0, pages)
+        req.row, req.receipt = row, load.receipt
+        req.num_shared = req.num_pages = len(pages)
+        req.kv_committed_len = len(pages) * self.cache.page_size
+        self._admitted[req.rid] = req
+        self._count(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, req)
+        return Admission(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, load.tickets)
+
+    def _count(self, device: int, host: int, storage: int, req: Request) -> None:
+        counters = self.cache.tiers.counters
+        counters.hit_tokens.update(device=device, host=host, storage=storage)
+        counters.computed_tokens += len(req.tokens) - device - host - storage
+
+    def extend(self, req: Request, upto_tokens: int) -> bool:
+        """Give the request pages for its first `upto_tokens` tokens. False, and none given, if there is no room."""
+        missing = self.cache.layout.pages_of(upto_tokens) - req.num_pages
+        if missing <= 0:
+            return True
+        pages = self.cache.alloc_pages(missing)
+        if pages is None:
+            return False
+        self.req_to_token_pool.write(_row(req), req.num_pages, pages)
+        req.num_pages += missing
+        return True
+
+    def append(self, req: Request, token_ids: TokenIds) -> None:
+        """Decoded tokens join the request."""
+        req.tokens = np.concatenate([req.tokens, np.asarray(token_ids, np.int32)])
+
+    def commit(self, req: Request, upto_tokens: int) -> None:
+        """The KV of the first `upto_tokens` tokens is written (or will be, before the step's compute event)."""
+        if not req.kv_committed_len <= upto_tokens <= min(self.kv_allocated_len(req), len(req.tokens)):
+            raise ProtocolError(
+                f"request {req.rid!r} cannot commit {upto_tokens} tokens: {req.kv_committed_len} are committed, "
+                f"{self.kv_allocated_len(req)} allocated, {len(req.tokens)} known"
+            )
+        req.kv_committed_len = upto_tokens
+
+    def kv_allocated_len(self, req: Request) -> int:
+        """Tokens that have a page."""
+        return req.num_pages * self.cache.page_size
+
+    def pages(self, req: Request) -> PageIndices:
+        """The request's page table."""
+        return self.req_to_token_pool.pages(_row(req), req.num_pages)
+
+    def cache_unfinished_req(self, req: Request) -> None:
+        """After a chunk: share the committed whole pages, and go on with the tree's where it has its own."""
+        whole = self.cache.layout.whole_pages(req.kv_committed_len)
+        if whole <= req.num_shared:
+            return
+        if self.cache.loading:
+            self.cache.poll()  # what this request waited for has arrived: it can be built upon
+        key = req.key(whole * self.cache.page_size)
+        result = self.cache.insert(key, self.pages(req)[:whole], req.num_shared, req.priority)
+        self._take_over(req, joined([node.device_pages for node in result.path]))
+        lock = self.cache.tiers.tree.lock(result.node)
+        self._unlock(req)
+        req.receipt = lock
+        req.num_shared = result.num_pages
+
+    def _take_over(self, req: Request, tree_pages: PageIndices) -> None:
+        """Write the tree's pages into the table, from the request's first own page on."""
+        self.req_to_token_pool.write(_row(req), req.num_shared, tree_pages[req.num_shared :])
+
+    def cache_finished_req(self, req: Request) -> None:
+        """Share what is committed, give back everything else, release the request."""
+        self.cache_unfinished_req(req)
+        self._release(req)
+
+    def retract(self, req: Request) -> None:
+        """Release the request without sharing more of it; it can be admitted again."""
+        self._release(req)
+
+    def abort(self, req: Request) -> None:
+        """Release the request in whatever state it is, waiting ones too."""
+        self.cache.cancel_prefetch(req.rid)
+        if req.admitted:
+            self._release(req)
+
+    def _release(self, req: Request) -> None:
+        row = _row(req)
+        self.cache.free_pages(self.pages(req)[req.num_shared :])
+        self._unlock(req)
+        self.req_to_token_pool.free(row)
+        req.row = None
+        req.num_shared = req.num_pages = req.kv_committed_len = 0
+        del self._admitted[req.rid]
+
+    def _unlock(self, req: Request) -> None:
+        if req.receipt is not None:
+            self.cache.unlock(req.receipt)
+            req.receipt = None
+
+    def _owned_pages(self) -> Iterable[PageIndices]:
+        for req in self._admitted.values():
+            yield self.pages(req)[req.num_shared :]
+
+
+def _row(req: Request) -> int:
+    if req.row is None:
+        raise ProtocolError(f"request {req.rid!r} is not admitted")
+    return req.row

@@ -1,0 +1,99 @@
+"""The tiers of one cache, wired: tree, pools, engines, counters. What the modules of the facade share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.device_pool import DevicePool, TokenToKVPoolAllocator
+from hicache.hashing import StoreIdentity
+from hicache.host_pool.pool import HostPool
+from hicache.policies.write import WritePolicy
+from hicache.stats import Counters
+from hicache.transfer.copy_engine import CopyEngine
+from hicache.transfer.storage_engine import StorageEngine
+from hicache.tree.radix_tree import RadixTree
+from hicache.types import PageIndices
+
+MAX_FAILURES = 3
+"""Failures in a row after which a tier is taken out of service."""
+
+
+@dataclass
+class HostTier:
+    """The host pool, the streams between it and the device, and when copies are made."""
+
+    pool: HostPool
+    copies: CopyEngine
+    write: WritePolicy = field(default_factory=WritePolicy)
+    failures_in_a_row: int = 0
+
+    @property
+    def degraded(self) -> bool:
+        return self.failures_in_a_row >= MAX_FAILURES
+
+
+@dataclass
+class StorageTier:
+    """The storage engine and when host pages are written to it."""
+
+    engine: StorageEngine
+    write: WritePolicy = field(default_factory=WritePolicy)
+    failures_in_a_row: int = 0
+
+    @property
+    def degraded(self) -> bool:
+        return self.failures_in_a_row >= MAX_FAILURES
+
+
+@dataclass
+class Tiers:
+    """Everything the scheduler thread owns. `poison` overwrites freed pages with a pattern, to catch late readers."""
+
+    identity: StoreIdentity
+    tree: RadixTree
+    device_pool: DevicePool
+    device_allocator: TokenToKVPoolAllocator
+    host: HostTier | None = None
+    storage: StorageTier | None = None
+    poison: bool = False
+    counters: Counters = field(default_factory=Counters)
+    request_pages: int = 0  # device pages handed out by the cache and not (yet) the tree's
+    staged_host_pages: int = 0  # host pages of prefetches, not in the tree yet
+    _seeds: dict[bytes, bytes] = field(default_factory=dict)
+
+    def free_device(self, pages: PageIndices) -> None:
+        if self.poison and len(pages):
+            self.device_pool.poison(pages)
+        self.device_allocator.free(pages)
+
+    def free_host(self, pages: PageIndices) -> None:
+        assert self.host is not None
+        if self.poison and len(pages):
+            self.host.pool.poison(pages)
+        self.host.pool.allocator.free(pages)
+
+    def host_buffers(self, pages: PageIndices | Sequence[int]) -> list[memoryview]:
+        assert self.host is not None
+        page = self.host.pool.page
+        return [page(index) for index in (pages.tolist() if not isinstance(pages, Sequence) else pages)]
+
+    def seed(self, namespace: bytes) -> bytes:
+        """Start of the digest chain of a namespace of this store. Few namespaces are kept."""
+        seed = self._seeds.get(namespace)
+        if seed is None:
+            if len(self._seeds) >= _MAX_SEEDS:
+                self._seeds.clear()
+            seed = self._seeds[namespace] = self.identity.seed(namespace)
+        return seed
+
+    @property
+    def usable_host(self) -> HostTier | None:
+        return self.host if self.host is not None and not self.host.degraded else None
+
+    @property
+    def usable_storage(self) -> StorageTier | None:
+        return self.storage if self.storage is not None and not self.storage.degraded else None
+
+
+_MAX_SEEDS = 4096

@@ -1,0 +1,104 @@
+"""How much more memory this process can take: the machine's and its control groups' limits, read before allocating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from hicache.errors import CapacityError
+
+GIB = 1 << 30
+
+_V1_UNLIMITED = 1 << 60
+"""cgroup v1 says "no limit" with a number near 2**63; no machine has this much memory."""
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """`available` bytes may still be taken under the limit called `name`."""
+
+    name: str
+    available: int
+
+
+@dataclass(frozen=True)
+class _CgroupFiles:
+    """File names of one version of the memory controller."""
+
+    name: str
+    limit: str
+    usage: str
+    reclaimable: str  # key in memory.stat
+
+
+_V1 = _CgroupFiles("cgroup v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles("cgroup v2", "memory.max", "memory.current", "inactive_file")
+
+
+def check_host_budget(nbytes: int, limits: Callable[[], Iterable[MemoryLimit]] | None = None) -> None:
+    """Raise CapacityError, with the numbers, if `nbytes` more do not fit into the tightest memory limit.
+
+    `limits` reads the limits that hold now; the default is `read_limits`.
+    """
+    tightest = min((limits or read_limits)(), key=lambda limit: limit.available, default=None)
+    if tightest is not None and nbytes > tightest.available:
+        raise CapacityError(
+            f"{_gib(nbytes)} of host memory asked for, {_gib(tightest.available)} available ({tightest.name}): "
+            "choose a smaller size or free memory"
+        )
+
+
+def read_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits found under `root`; empty on a system that has neither /proc nor control groups."""
+    return [*_machine(root), *_cgroups(root)]
+
+
+def _machine(root: Path) -> Iterator[MemoryLimit]:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            yield MemoryLimit("MemAvailable", int(line.split()[1]) * 1024)
+
+
+def _cgroups(root: Path) -> Iterator[MemoryLimit]:
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield from _hierarchy(mount / "memory", path, _V1)
+        elif not controllers:
+            yield from _hierarchy(mount, path, _V2)
+
+
+def _hierarchy(mount: Path, path: str, files: _CgroupFiles) -> Iterator[MemoryLimit]:
+    """A group and all above it, since each may limit. In a container the mount itself is the process's group."""
+    group = PurePosixPath(path.lstrip("/"))
+    for folder in (group, *group.parents):
+        if (limit := _cgroup_limit(mount / folder, files)) is not None:
+            yield limit
+
+
+def _cgroup_limit(folder: Path, files: _CgroupFiles) -> MemoryLimit | None:
+    limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
+    if not (limit.isdigit() and usage.isdigit()) or int(limit) > _V1_UNLIMITED:
+        return None
+    # Page cache counts as usage, but the kernel gives its inactive part back before it refuses memory.
+    used = max(0, int(usage) - _stat(folder, files.reclaimable))
+    return MemoryLimit(f"{files.name} limit {_gib(int(limit))}, {_gib(used)} in use", max(0, int(limit) - used))
+
+
+def _stat(folder: Path, key: str) -> int:
+    fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    return next((int(field[1]) for field in fields if field[0] == key), 0)
+
+
+def _read(path: Path) -> str:
+    """Text of a file; empty where it is missing or unreadable, as on another system or in a sandbox."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
