@@ -371,7 +371,8 @@ class HiCache:
             host, storage = self.tiers.usable_host, self.tiers.usable_storage
             if host is None or storage is None:
                 return
-            if node.residency[Tier.HOST] is ABSENT and page_count(node) <= host.pool.allocator.free_pages:
+            alone = node.residency.on_device and node.residency[Tier.HOST] is ABSENT
+            if alone and page_count(node) <= host.pool.allocator.free_pages:
                 self._demotion.stage_backup([node])
         self.drain(timeout)
         for node in list(self.tiers.tree.nodes()):

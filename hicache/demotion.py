@@ -16,7 +16,7 @@ the caller tries again after the next poll.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import TransferError
@@ -150,13 +150,13 @@ class Demotion:
     def stage_backup(self, nodes: Sequence[Node], evict: bool = False) -> bool:
         """Begin host copies of device pages; they are copied with the step's batch. False: no host room now.
 
-        With a storage tier, ancestors without a host copy come along: a page stored without them could
-        never be reached.
+        With a storage tier, ancestors that are on no lower tier come along: a page stored without them
+        could never be reached.
         """
         host = self.tiers.usable_host
         leaving = sum(page_count(node) for node in nodes) if evict else 0
         if host is not None and self.tiers.usable_storage is not None and nodes:
-            nodes = [*_without_host_copy(nodes[0].parent), *nodes]
+            nodes = [*_only_on_device(nodes[0].parent), *nodes]
         count = sum(page_count(node) for node in nodes)
         if host is None or not self.make_host_room(count):
             return False
@@ -366,15 +366,15 @@ class Demotion:
         return bool(self._staged)
 
 
-def _without_host_copy(node: Node | None) -> list[Node]:
-    """`node` and those of its ancestors that are on the device only, root first."""
-    missing = []
+def _only_on_device(node: Node | None) -> list[Node]:
+    """`node` and those of its ancestors that are on the device and on no lower tier, root first."""
+    alone = []
     while node is not None and not node.is_root:
-        if node.residency[Tier.HOST] is ABSENT:
-            missing.append(node)
+        if node.residency[Tier.HOST] is ABSENT and node.residency[Tier.STORAGE] is ABSENT:
+            alone.append(node)
         node = node.parent
-    missing.reverse()
-    return missing
+    alone.reverse()
+    return alone
 
 
 def _count_failure(tiers: Tiers, host: HostTier) -> None:

@@ -27,37 +27,39 @@ class Budget:
     max_pages: int
     chunk_pages: int  # pages written in one transaction
 
-    def smaller(self) -> Budget:
-        """The same map with an eighth fewer pages."""
-        pages = self.max_pages - max(1, self.max_pages // 8)
-        return Budget(self.map_bytes, pages, _chunk(pages))
 
-
-def slab_budget(budget_bytes: int, layout: KVLayout, map_bytes: int = 0) -> Budget:
-    """Index and slab side by side. A map that is larger already (`map_bytes`) takes its bytes from the pages.
+def slab_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0) -> Budget:
+    """Index and slab side by side. An index that takes more (`used_bytes`) than usual takes it from the slab.
 
     Raises ConfigError if less than one batch fits.
     """
     base = _working_bytes(budget_bytes)
-    pages = (budget_bytes - base) // (layout.page_stride + INDEX_BYTES_PER_PAGE)
-    needed = round_up(base + max(0, pages) * INDEX_BYTES_PER_PAGE, _OS_PAGE)
-    map_bytes = max(map_bytes, needed)
+    pages = max(0, (budget_bytes - base) // (layout.page_stride + INDEX_BYTES_PER_PAGE))
+    map_bytes = round_up(max(base + pages * INDEX_BYTES_PER_PAGE, used_bytes + base // 2), _OS_PAGE)
     pages = (budget_bytes - map_bytes - _file_system_bytes(budget_bytes)) // layout.page_stride
-    _check(pages, budget_bytes, layout, max(map_bytes, base))
+    _check(pages, budget_bytes, layout, map_bytes)
     return Budget(map_bytes, pages, _chunk(pages))
 
 
-def inline_budget(budget_bytes: int, layout: KVLayout) -> Budget:
-    """Everything in the map. Pages freed by a transaction are usable two commits later, hence room for three chunks.
+def inline_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0, setbacks: int = 0) -> Budget:
+    """Everything in the map.
 
-    Raises ConfigError if less than one batch fits.
+    Room that a transaction frees is usable two commits later, hence three chunks are kept free. Each
+    setback (the map was full) leaves an eighth of the pages out and adds to the map what was held
+    back for it. Raises ConfigError if less than one batch fits.
     """
+    if used_bytes > budget_bytes:
+        raise ConfigError(
+            f"the store takes {used_bytes / MIB:.1f} MiB, which is over its budget of {budget_bytes / MIB:.1f} MiB, "
+            "and inline values cannot shrink: raise the budget or remove the store"
+        )
     base = _working_bytes(budget_bytes)
     value = round_up(layout.page_bytes + _VALUE_HEADER, _OS_PAGE) + INDEX_BYTES_PER_PAGE
-    room = (budget_bytes - base) // value
-    pages = room - 3 * _chunk(room)
-    _check(pages, budget_bytes, layout, base)
-    return Budget(budget_bytes // _OS_PAGE * _OS_PAGE, pages, _chunk(room))
+    room = (budget_bytes - 2 * base) // value
+    pages = int((room - 3 * _chunk(room)) * 0.875**setbacks)
+    _check(pages, budget_bytes, layout, 2 * base)
+    held_back = base * max(0, 4 - setbacks) // 4
+    return Budget((budget_bytes - held_back) // _OS_PAGE * _OS_PAGE, pages, _chunk(room))
 
 
 def _working_bytes(budget_bytes: int) -> int:
@@ -77,7 +79,7 @@ def _chunk(pages: int) -> int:
 def _check(pages: int, budget_bytes: int, layout: KVLayout, index_bytes: int) -> None:
     if pages >= MIN_PAGES:
         return
-    # Twice a batch: room for the pages themselves, for copy-on-write and for what grows with the budget.
+    # Twice a batch: room for the pages, for copy-on-write and for what grows with the budget.
     least = 2 * MIN_PAGES * (layout.page_stride + _OS_PAGE) + index_bytes
     raise ConfigError(
         f"a storage budget of {budget_bytes / MIB:.1f} MiB does not hold one batch of {MIN_PAGES} pages of "

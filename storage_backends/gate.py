@@ -65,17 +65,21 @@ class CallGate:
                 self._shut = False
                 self._changed.notify_all()
 
-    def mark_closed(self) -> None:
-        """Called by the writer, alone."""
-        self._closed = True
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+    @contextmanager
+    def closing(self) -> Iterator[bool]:
+        """Closed at the end, in any case. Yields False if there is nothing to close here."""
+        if self.foreign:
+            yield False
+            return
+        with self._writer:
+            try:
+                yield not self._closed
+            finally:
+                self._closed = True
 
     def _check_process(self) -> None:
         if self.foreign:
-            raise StoreUnavailableError(f"{self._name} was opened before a fork: open it in this process, or not at all")
+            raise StoreUnavailableError(f"{self._name} was opened before a fork: open it in this process")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,73 +20,14 @@ import struct
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from lmdb import Environment, Transaction, _Database
+from lmdb import Transaction
 
 from hicache.hashing import DIGEST_BYTES
 from hicache.storage_backends.base import PageRun
+from hicache.storage_backends.lmdb_schema import Databases, IndexState, NewPage, PageRecord
 
 _STAMP = struct.Struct(">Q")
-_RECORD = struct.Struct("<QQQ")
-_STATE = struct.Struct("<QQQQ")
-_STATE_KEY = b"state"
-
-MAX_DATABASES = 8
-
-
-class Databases(NamedTuple):
-    meta: _Database
-    pages: _Database
-    children: _Database
-    order: _Database
-    free: _Database
-    holes: _Database
-    values: _Database
-
-    @classmethod
-    def open(cls, env: Environment, txn: Transaction[bytes], create: bool) -> Databases:
-        """Raises lmdb.NotFoundError if one is missing and `create` is false."""
-        return cls(*(env.open_db(name.encode(), txn=txn, create=create) for name in cls._fields))
-
-
-class PageRecord(NamedTuple):
-    location: int
-    checksum: int
-    stamp: int
-    parent: bytes | None
-
-    def pack(self) -> bytes:
-        return _RECORD.pack(self.location, self.checksum, self.stamp) + (self.parent or b"")
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> PageRecord:
-        return cls(*_RECORD.unpack_from(raw), raw[_RECORD.size :] or None)
-
-
-class NewPage(NamedTuple):
-    key: bytes
-    parent: bytes | None
-    buffer: memoryview
-
-
-@dataclass
-class IndexState:
-    """`clock`: next stamp. `generation`: number of `clear` calls. `backed`: slots that have blocks on disk."""
-
-    clock: int = 1
-    generation: int = 0
-    evicted: int = 0
-    backed: int = 0
-
-    @classmethod
-    def load(cls, txn: Transaction[bytes], databases: Databases) -> IndexState:
-        raw = txn.get(_STATE_KEY, db=databases.meta)
-        return cls(*_STATE.unpack(raw)) if raw is not None else cls()
-
-    def save(self, txn: Transaction[bytes], databases: Databases) -> None:
-        raw = _STATE.pack(self.clock, self.generation, self.evicted, self.backed)
-        txn.put(_STATE_KEY, raw, db=databases.meta)
 
 
 class IndexView:
@@ -112,19 +53,27 @@ class IndexView:
         get, pages = self.txn.get, self.databases.pages
         return bisect_left(keys, True, key=lambda key: get(key, db=pages) is None)
 
-    def leading_records(self, keys: Sequence[bytes]) -> list[PageRecord]:
-        get, pages = self.txn.get, self.databases.pages
-        records = []
-        for key in keys:
-            raw = get(key, db=pages)
-            if raw is None:
-                break
-            records.append(PageRecord.unpack(raw))
-        return records
+    def plan(self, runs: Sequence[PageRun], room: int) -> tuple[list[NewPage], list[int]]:
+        """Pages to be written, at most `room`, and how many leading pages of each run are stored then."""
+        planned: dict[bytes, NewPage] = {}
+        counts = []
+        for run in runs:
+            if run.parent is not None and run.parent not in planned and not self._has(run.parent):
+                counts.append(0)
+                continue
+            start = self._first_new(run.keys, planned)
+            stop = min(len(run.keys), start + room - len(planned))
+            parents = [run.parent, *run.keys]
+            for key, parent, buffer in zip(run.keys[start:stop], parents[start:stop], run.buffers[start:stop]):
+                planned[key] = NewPage(key, parent, buffer)
+            counts.append(stop)
+        return list(planned.values()), counts
 
-    def missing(self, runs: Sequence[PageRun]) -> int:
-        """How many pages of the runs are not stored, pages whose parent is not stored included."""
-        return sum(len(run.keys) - self.leading(run.keys) for run in runs)
+    def _has(self, key: bytes) -> bool:
+        return self.txn.get(key, db=self.databases.pages) is not None
+
+    def _first_new(self, keys: Sequence[bytes], planned: dict[bytes, NewPage]) -> int:
+        return bisect_left(keys, True, key=lambda key: key not in planned and not self._has(key))
 
 
 @dataclass
@@ -144,39 +93,26 @@ class IndexWriter(IndexView):
     def save(self) -> None:
         self.current.save(self.txn, self.databases)
 
-    # ---- adding -------------------------------------------------------------------------------
+    def take_numbers(self, count: int) -> range:
+        """Ascending numbers that no other call gets."""
+        first = self.current.clock
+        self.current.clock += count
+        return range(first, first + count)
 
-    def plan(self, runs: Sequence[PageRun], room: int) -> tuple[list[NewPage], list[int]]:
-        """Pages to be written, at most `room`, and how many leading pages of each run are stored then."""
-        planned: dict[bytes, NewPage] = {}
-        counts = []
-        for run in runs:
-            if run.parent is not None and run.parent not in planned and not self._has(run.parent):
-                counts.append(0)
-                continue
-            start = self._first_new(run.keys, planned)
-            stop = min(len(run.keys), start + room - len(planned))
-            parents = [run.parent, *run.keys]
-            for key, parent, buffer in zip(run.keys[start:stop], parents[start:stop], run.buffers[start:stop]):
-                planned[key] = NewPage(key, parent, buffer)
-            counts.append(stop)
-        return list(planned.values()), counts
+    # ---- adding -------------------------------------------------------------------------------
 
     def insert(self, pages: Sequence[NewPage], locations: Sequence[int], checksums: Sequence[int]) -> None:
         """Add pages, each after its parent. Those without a child among `pages` become evictable."""
-        stamp = self.current.clock
-        self.current.clock += len(pages)
+        stamps = self.take_numbers(len(pages))
         records, links, leaves = [], [], []
         own = {page.key for page in pages}
         parents = {page.parent for page in pages}
-        for page, location, checksum in zip(pages, locations, checksums):
-            parent = page.parent or b""
-            records.append((page.key, _RECORD.pack(location, checksum, stamp) + parent))
-            if parent:
-                links.append((parent + page.key, b""))
+        for stamp, page, location, checksum in zip(stamps, pages, locations, checksums):
+            records.append((page.key, PageRecord(location, checksum, stamp, page.parent).pack()))
+            if page.parent is not None:
+                links.append((page.parent + page.key, b""))
             if page.key not in parents:
                 leaves.append((_STAMP.pack(stamp), page.key))
-            stamp += 1
         self.txn.cursor(self.databases.pages).putmulti(records)
         self.txn.cursor(self.databases.children).putmulti(links)
         self.txn.cursor(self.databases.order).putmulti(leaves, append=True)
@@ -190,8 +126,7 @@ class IndexWriter(IndexView):
         if record is None:
             return
         childless = self._leave_order(record.stamp)
-        stamp = self.current.clock
-        self.current.clock += 1
+        (stamp,) = self.take_numbers(1)
         self.txn.put(key, record._replace(stamp=stamp).pack(), db=self.databases.pages)
         if childless:
             self.txn.put(_STAMP.pack(stamp), key, append=True, db=self.databases.order)
@@ -224,7 +159,6 @@ class IndexWriter(IndexView):
             return []
         if record.parent is not None:
             self._unlink(record.parent, key)
-            self._join_order(record.parent, record.stamp)
         locations = []
         doomed = [key]
         for each in doomed:
@@ -233,6 +167,8 @@ class IndexWriter(IndexView):
                 self._unlink(each, child)
             doomed.extend(below)
             locations.extend(self._pop(each))
+        if record.parent is not None:
+            self._join_order(record.parent, record.stamp)  # last: the parent may take over a removed page's stamp
         return locations
 
     def clear(self) -> int:
@@ -294,9 +230,3 @@ class IndexWriter(IndexView):
     def _leave_order(self, stamp: int) -> bool:
         """True if the page with this stamp was in the order."""
         return self.txn.delete(_STAMP.pack(stamp), db=self.databases.order)
-
-    def _has(self, key: bytes) -> bool:
-        return self.txn.get(key, db=self.databases.pages) is not None
-
-    def _first_new(self, keys: Sequence[bytes], planned: dict[bytes, NewPage]) -> int:
-        return bisect_left(keys, True, key=lambda key: key not in planned and not self._has(key))

@@ -32,6 +32,15 @@ def test_blocked_until_the_other_stream_moves() -> None:
     assert first.step() and not second.blocked and second.step() and second.idle
 
 
+def test_a_poisoned_stream_is_not_blocked() -> None:
+    stream, never = SteppedStream(), SteppedStream().record()
+    stream.submit(lambda: None)
+    stream.fail_next()
+    stream.wait(never)
+    drain(stream)
+    assert stream.idle and not stream.blocked
+
+
 def test_fail_next_replaces_the_next_work_only() -> None:
     stream, seen = SteppedStream(), []
     before = stream.record()

@@ -105,7 +105,7 @@ def test_callers_may_reuse_their_index_arrays(rig: Rig) -> None:
     rig.engine.backup(sources, targets)
     sources[0], targets[0] = 0, 0
     drain(rig.d2h)
-    assert rig.host.array[6].any() and not rig.host.array[0].any()
+    assert rig.plane_arrived(0, host_page=6, device_page=1) and not rig.host.array[0].any()
 
 
 def test_a_failed_copy_stays_failed_and_the_engine_recovers(rig: Rig) -> None:
@@ -119,6 +119,17 @@ def test_a_failed_copy_stays_failed_and_the_engine_recovers(rig: Rig) -> None:
             with pytest.raises(TransferError, match="injected failure"):
                 ticket.query()
     assert good.query() and not rig.host.array[:2].any() and rig.host.array[2].any()
+
+
+def test_recovery_reaches_the_load_stream(rig: Rig) -> None:
+    rig.h2d.fail_next()
+    failed = rig.engine.load_back(pages(0), pages(0))
+    rig.engine.recover()
+    good = rig.engine.load_back(pages(0), pages(1))
+    drain(rig.h2d)
+    with pytest.raises(TransferError, match="injected failure"):
+        failed.query()
+    assert good.query() and not rig.device.planes[0][1].any()
 
 
 def test_layers_before_a_failure_are_good_and_the_load_is_not(rig: Rig) -> None:

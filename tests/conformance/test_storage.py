@@ -1,0 +1,94 @@
+"""Every backend that ships keeps the promises of a storage backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.hashing import StoreIdentity
+from hicache.layout import KVLayout
+from hicache.storage_backends.base import StorageBackend
+from hicache.storage_backends.lmdb_backend import LmdbBackend, ValuesMode
+from hicache.storage_backends.memory import MemoryBackend
+from hicache.storage_backends.wrappers import FaultyBackend, SlowBackend
+from hicache.testing.storage import OpenBackend, StorageConformance
+
+PADDED = StoreIdentity(KVLayout(num_layers=3, num_kv_heads=1, head_dim=64, page_size=4), model="padded")
+"""Pages of 3 KiB in slots of 4 KiB."""
+
+LMDB_BUDGET = 4 << 20
+MEMORY_BUDGET = 3 << 20
+
+
+class MemoryConformance(StorageConformance):
+    @pytest.fixture
+    def backend_factory(self) -> OpenBackend:
+        return lambda: MemoryBackend(self.identity, MEMORY_BUDGET)
+
+    def damage(self, backend: StorageBackend, key: bytes) -> None:
+        assert isinstance(backend, MemoryBackend)
+        assert backend.flip_byte(key)
+
+
+class TestMemory(MemoryConformance):
+    pass
+
+
+class LmdbConformance(StorageConformance):
+    persistent = True
+    values: ValuesMode = "slab"
+
+    @pytest.fixture
+    def backend_factory(self, tmp_path: Path) -> Iterator[OpenBackend]:
+        opened: list[LmdbBackend] = []
+
+        def factory() -> StorageBackend:
+            opened.append(LmdbBackend(tmp_path / "store", self.identity, LMDB_BUDGET, self.values, "none"))
+            return opened[-1]
+
+        yield factory
+        for backend in opened:
+            backend.close()
+
+    def damage(self, backend: StorageBackend, key: bytes) -> None:
+        assert isinstance(backend, LmdbBackend)
+        assert backend.flip_byte(key)
+
+
+class TestLmdbSlab(LmdbConformance):
+    pass
+
+
+class TestLmdbInline(LmdbConformance):
+    values: ValuesMode = "inline"
+
+
+class TestLmdbSlabPadded(LmdbConformance):
+    identity = PADDED
+
+
+class TestLmdbInlinePadded(LmdbConformance):
+    identity = PADDED
+    values: ValuesMode = "inline"
+
+
+class TestFaultyWithoutFaults(MemoryConformance):
+    @pytest.fixture
+    def backend_factory(self) -> OpenBackend:
+        return lambda: FaultyBackend(MemoryBackend(self.identity, MEMORY_BUDGET))
+
+    def damage(self, backend: StorageBackend, key: bytes) -> None:
+        assert isinstance(backend, FaultyBackend)
+        super().damage(backend.inner, key)
+
+
+class TestSlow(MemoryConformance):
+    @pytest.fixture
+    def backend_factory(self) -> OpenBackend:
+        return lambda: SlowBackend(MemoryBackend(self.identity, MEMORY_BUDGET), per_call=1, sleep=lambda _: None)
+
+    def damage(self, backend: StorageBackend, key: bytes) -> None:
+        assert isinstance(backend, SlowBackend)
+        super().damage(backend.inner, key)
