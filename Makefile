@@ -31,7 +31,7 @@ $(BIN)/python:
 # A stamp is newer than what its install depends on. The dev install contains the runtime one.
 $(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing hicache into $(VENV) ..."
-	@$(PIP_INSTALL) --editable .
+	@$(PIP_INSTALL) --editable '.[compiled]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

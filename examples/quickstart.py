@@ -19,9 +19,9 @@ for rid in ("first", "second"):
     request = Request(rid, range(100))
     admission = requests.admit(request)  # match, lock, begin to load; None: no room yet
     assert admission is not None and requests.extend(request, 100)  # pages for all tokens; False: no room yet
-    slots = requests.req_to_token_pool.token_slots(request.row, admission.prefix_len, 100)
-    for layer in range(cache.layout.num_layers):  # your model in place of this loop
-        cache.tiers.device_pool.k(layer)[slots] = cache.tiers.device_pool.v(layer)[slots] = 1.0
+    new = requests.pages(request)[admission.prefix_len // cache.page_size :]
+    for plane in cache.tiers.device_pool.planes:  # your model in place of these two lines
+        plane[new] = 1
     requests.commit(request, 100)
     requests.cache_finished_req(request)  # whole pages go to the tree, the rest back to the pool
     cache.end_step(None)  # send the step's host copies

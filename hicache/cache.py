@@ -215,6 +215,8 @@ class HiCache:
         for _ in range(persists):
             demotion.commit_persist(demotion.persists.popleft())
         self._prefetcher.poll()
+        self.tiers.tree.coalesce(demotion.settled)
+        demotion.settled.clear()
         return backups + loads + persists
 
     def _commit_load(self, ticket: LoadTicket, fill: Fill) -> None:
@@ -235,6 +237,7 @@ class HiCache:
             self.tiers.free_device(self.tiers.tree.abort_fill(fill))
         else:
             self.tiers.tree.commit_fill(fill)
+            self._demotion.settled += fill.nodes
 
     def end_step(self, after: Event | None) -> None:
         """The step's work is submitted: send its copies down as one batch, ordered after `after`, the

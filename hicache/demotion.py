@@ -33,7 +33,9 @@ from hicache.tree.residency import ABSENT
 from hicache.types import DropReason, PageIndices, Tier
 
 _FRAGMENTS = 8
-"""A victim longer than needed is cut, but by no less than this fraction of it, so that it is not shredded."""
+_FRAGMENT_TOKENS = 512
+"""A victim longer than needed is cut, but by no less than a fraction of it and this many tokens, so that it
+is not shredded into nodes of single pages."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Demotion:
         self.persists: deque[PersistBatch] = deque()
         self._leaving_device = 0  # pages whose device copy falls when their backup is acknowledged
         self._leaving_host = 0
+        self.settled: list[Node] = []  # whose copies were just committed: they may be whole again
 
     # ---- device -----------------------------------------------------------------------------
 
@@ -90,9 +93,9 @@ class Demotion:
             victim = tree.ledger.device.first()
             if victim is None or shortage <= 0:
                 break
-            if not victim.residency.on_host:
-                shortage = min(shortage, self._largest_backup())
             victim = self._cut(victim, shortage)
+            if not victim.residency.on_host and page_count(victim) > self._largest_backup():
+                tree.split(victim, page_count(victim) - self._largest_backup())
             if not self._evict_from_device(victim):
                 tree.ledger.device.discard(victim)
                 stuck.append(victim)
@@ -181,6 +184,7 @@ class Demotion:
         self._staged = []
 
     def commit_backup(self, batch: BackupBatch) -> None:
+        """Commit what has arrived, start its way to storage, and let go of the device copies that are to fall."""
         host, counters = self.tiers.host, self.tiers.counters
         assert host is not None
         try:
@@ -198,6 +202,7 @@ class Demotion:
             self._leaving_device -= backup.evict_pages
             self.tiers.tree.commit_fill(backup.fill)
             arrived += backup.fill.nodes
+        self.settled += arrived
         self._persist_on_entry(arrived)
         for backup in batch.backups:
             self._drop_unused_device(backup)
@@ -263,7 +268,7 @@ class Demotion:
     def _cut(self, node: Node, wanted: int) -> Node:
         """The tail of a victim that is longer than what is wanted; the tail keeps the node's identity."""
         count = page_count(node)
-        tail = max(wanted, count // _FRAGMENTS, 1)
+        tail = max(wanted, count // _FRAGMENTS, _FRAGMENT_TOKENS // self.tiers.tree.page_size)
         if tail < count:
             self.tiers.tree.split(node, count - tail)
         return node
@@ -334,6 +339,7 @@ class Demotion:
             self._leaving_host -= persist.evict_pages
             counters.moved_bytes[HOST_STORAGE] += stored * stride
             top = persist.fill.nodes[0]
+            self.settled += persist.fill.nodes
             self.tiers.tree.commit_store(persist.fill, stored)
             if not stored and run.parent is not None and not failed:
                 self._forget_stored(top.parent)

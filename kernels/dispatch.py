@@ -40,5 +40,13 @@ class CopyKernels(Protocol):
 def select_kernels(device: str) -> CopyKernels:
     """The fastest kernels for `device`. Raises ConfigError if this build has none."""
     if device == "cpu":
-        return CpuKernels()
+        return _fastest_cpu_kernels()
     raise ConfigError(f"device {device!r}: this build has CPU copy kernels only, use device: cpu")
+
+
+def _fastest_cpu_kernels() -> CopyKernels:
+    try:  # here, not above: numba is an optional extra and slow to import
+        from hicache.kernels.compiled import CompiledKernels
+    except ImportError:
+        return CpuKernels()
+    return CompiledKernels()

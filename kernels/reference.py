@@ -52,7 +52,7 @@ def check_copy(
     """Raise ProtocolError, before anything is written, if a copy would touch a byte outside the pools."""
     if len(device_pages) != len(host_pages):
         raise ProtocolError(f"{len(device_pages)} device pages are paired with {len(host_pages)} host pages")
-    _check_pages("host", host_pages, len(host))
+    check_pages("host", host_pages, len(host))
     if not planes:
         return
     shape = planes[0].shape
@@ -61,10 +61,11 @@ def check_copy(
     if first_plane < 0 or (first_plane + len(planes)) * shape[1] > host.shape[1]:
         last = first_plane + len(planes) - 1
         raise ProtocolError(f"planes {first_plane} .. {last} of {shape[1]} bytes leave the {host.shape[1]} byte page")
-    _check_pages("device", device_pages, shape[0])
+    check_pages("device", device_pages, shape[0])
 
 
-def _check_pages(side: str, pages: PageIndices, count: int) -> None:
+def check_pages(side: str, pages: PageIndices, count: int) -> None:
+    """Raise ProtocolError if one of `pages` is not in a pool of `count` pages."""
     if len(pages) and not (pages.min() >= 0 and pages.max() < count):
         outside = pages[(pages < 0) | (pages >= count)]
         raise ProtocolError(f"{side} page outside 0 .. {count - 1}: {outside[:8].tolist()}")

@@ -44,7 +44,7 @@ def slab_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0) -> Bud
 def inline_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0, setbacks: int = 0) -> Budget:
     """Everything in the map.
 
-    Room that a transaction frees is usable two commits later, hence three chunks are kept free. Each
+    Room that a transaction frees is usable two commits later, hence two chunks are kept free. Each
     setback (the map was full) leaves an eighth of the pages out and adds to the map what was held
     back for it. Raises ConfigError if less than one batch fits.
     """
@@ -56,7 +56,7 @@ def inline_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0, setb
     base = _working_bytes(budget_bytes)
     value = round_up(layout.page_bytes + _VALUE_HEADER, _OS_PAGE) + INDEX_BYTES_PER_PAGE
     room = (budget_bytes - 2 * base) // value
-    pages = int((room - 3 * _chunk(room)) * 0.875**setbacks)
+    pages = int((room - 2 * _chunk(room)) * 0.875**setbacks)
     _check(pages, budget_bytes, layout, 2 * base)
     held_back = base * max(0, 4 - setbacks) // 4
     return Budget((budget_bytes - held_back) // _OS_PAGE * _OS_PAGE, pages, _chunk(room))

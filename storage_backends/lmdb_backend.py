@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar, get_args
@@ -21,19 +20,13 @@ from hicache.storage_backends.gate import CallGate
 from hicache.storage_backends.lmdb_env import Durability, storage_errors
 from hicache.storage_backends.lmdb_index import IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder, store_identity
-from hicache.storage_backends.lmdb_values import InlineValues, PageValues, SlabValues
+from hicache.storage_backends.lmdb_values import InlineValues, SlabValues
+from hicache.storage_backends.recency import RecentKeys
 
 ValuesMode: TypeAlias = Literal["slab", "inline"]
 
-SLAB_FILE = "slab"
-
-MAX_TOUCHED = 4096
-"""Reads whose recency waits for the next write; beyond that the oldest are forgotten."""
-
 MAX_SETBACKS = 8
 """How often the map of an open store is enlarged at the expense of its pages."""
-
-EVICTION_BATCH = 1024
 
 READ_ATTEMPTS = 3
 """A read that met a page being replaced goes on from there, this often."""
@@ -71,7 +64,7 @@ class LmdbBackend(StorageBackend):
         self._durability = durability
         self._setbacks = 0
         self._damaged_pages = 0
-        self._touched: deque[bytes] = deque(maxlen=MAX_TOUCHED)
+        self._recent = RecentKeys()
         self._name = f"store {path}"
         self._split(0)  # refuse a budget before anything is created
         self._folder = StoreFolder(Path(path))
@@ -97,7 +90,7 @@ class LmdbBackend(StorageBackend):
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         with self._reading(), self._env.view() as view:
             count = view.leading(keys)
-        self._touched.extend(keys[max(0, count - 1) : count])
+        self._recent.note(keys, count)
         return count
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
@@ -105,11 +98,11 @@ class LmdbBackend(StorageBackend):
         count = 0
         for _ in range(READ_ATTEMPTS):
             with self._reading():
-                found, verified = self._load(keys[count:], buffers[count:])
+                found, verified = self._values.read(self._env, keys[count:], buffers[count:])
             count += verified
             if verified == found or self._is_lost(keys[count]):
                 break
-        self._touched.extend(keys[max(0, count - 1) : count])
+        self._recent.note(keys, count)
         return count
 
     def write(self, runs: Sequence[PageRun]) -> list[int]:
@@ -132,7 +125,6 @@ class LmdbBackend(StorageBackend):
         with self._writing():
             count = self._transact(self._clear)
             self._values.trim()
-            self._touched.clear()
             return count
 
     def usage(self) -> StorageUsage:
@@ -158,16 +150,15 @@ class LmdbBackend(StorageBackend):
     def _start(self) -> None:
         try:
             with storage_errors(self._name):
-                self._values = self._open_values()
+                self._values = (
+                    InlineValues(self._layout) if self._inline else SlabValues(self._folder.path, self._layout)
+                )
                 self._transact(self._values.recover)
                 self._shrink()
         except BaseException:
             self._env.close()
             self._folder.release()
             raise
-
-    def _open_values(self) -> PageValues:
-        return InlineValues(self._layout) if self._inline else SlabValues(self._folder.path / SLAB_FILE, self._layout)
 
     def _finish(self) -> None:
         try:
@@ -185,15 +176,6 @@ class LmdbBackend(StorageBackend):
 
     # ---- reading ------------------------------------------------------------------------------
 
-    def _load(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
-        """How many leading pages are stored, and how many of those came back whole."""
-        records = self._values.load(self._env, keys, buffers)
-        size = self._layout.page_bytes
-        for number, (record, key, buffer) in enumerate(zip(records, keys, buffers)):
-            if page_checksum(key, buffer[:size]) != record.checksum:
-                return len(records), number
-        return len(records), len(records)
-
     def _is_lost(self, key: bytes) -> bool:
         """False if the page that failed its checksum had only been moved by a writer; else it is removed."""
         with self._writing():
@@ -203,9 +185,7 @@ class LmdbBackend(StorageBackend):
         record = index.record(key)
         if record is None:
             return True
-        page = memoryview(bytearray(self._layout.page_stride))
-        self._values.load_one(index, record, page)
-        if page_checksum(key, page[: self._layout.page_bytes]) == record.checksum:
+        if self._values.is_whole(index, key, record):
             return False
         removed = self._delete(index, [key])
         self._damaged_pages += 1
@@ -219,11 +199,11 @@ class LmdbBackend(StorageBackend):
         with self._env.view() as view:
             new, counts = view.plan(runs, self._budget.chunk_pages)
             excess = view.pages + len(new) - self._budget.max_pages
-        keys = {page.key for page in new}
-        deepest = [run.keys[count - 1] for run, count in zip(runs, counts) if count]
-        self._touched.extend(key for key in deepest if key not in keys)
+        for run, count in zip(runs, counts):
+            self._recent.note(run.keys, count)
         if excess > 0:
-            keep = {page.parent for page in new if page.parent is not None}
+            # Nothing of this call makes room for the rest of it: that would go round in circles.
+            keep = _keys_of(runs)
             self._transact(lambda index: self._evict(index, excess, keep))
 
     def _insert(self, index: IndexWriter, runs: Sequence[PageRun]) -> tuple[int, list[int]]:
@@ -238,6 +218,9 @@ class LmdbBackend(StorageBackend):
             if self._durability == "always":
                 self._values.sync()
             index.insert(pages, locations, checksums)
+            # Room for the next batch of this size, so that it needs no transaction of its own to make some.
+            excess = index.pages + len(pages) - self._budget.max_pages
+            self._values.free(index, index.evict(max(0, excess), _keys_of(runs)))
         return len(pages), counts
 
     def _delete(self, index: IndexWriter, keys: Sequence[bytes]) -> int:
@@ -251,9 +234,7 @@ class LmdbBackend(StorageBackend):
         return count
 
     def _flush_touched(self, index: IndexWriter) -> None:
-        keys = [self._touched.popleft() for _ in range(len(self._touched))]
-        newest_first = dict.fromkeys(reversed(keys))
-        for key in reversed(newest_first):
+        for key in self._recent.take():
             index.touch(key)
 
     # ---- the budget ---------------------------------------------------------------------------
@@ -271,9 +252,9 @@ class LmdbBackend(StorageBackend):
         """Hold no more than the budget allows now."""
         with self._env.view() as view:
             excess = view.pages - self._budget.max_pages
-        for start in range(0, excess, EVICTION_BATCH):
-            count = min(EVICTION_BATCH, excess - start)
-            self._transact(partial(self._evict, count=count))
+        batch = self._budget.chunk_pages
+        for start in range(0, excess, batch):
+            self._transact(partial(self._evict, count=min(batch, excess - start)))
         self._transact(lambda index: self._values.shrink(index, self._budget.max_pages))
 
     def _enlarge_map(self) -> None:
@@ -293,10 +274,8 @@ class LmdbBackend(StorageBackend):
 
     def _transact(self, action: Callable[[IndexWriter], T]) -> T:
         """Commit what `action` does. It is called again if the map was full: nothing of it had remained."""
-        try:
+        with suppress(lmdb.MapFullError):
             return self._commit(action)
-        except lmdb.MapFullError:
-            log.debug("%s: the map is full, waiting for readers", self._name)
         while True:
             try:
                 with self._gate.alone():  # LMDB cannot reuse what a reader may see
@@ -323,3 +302,8 @@ class LmdbBackend(StorageBackend):
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{field} is {value!r}, use one of {', '.join(choices)}")
+
+
+def _keys_of(runs: Sequence[PageRun]) -> set[bytes]:
+    """All pages of the runs, and those above them."""
+    return {key for run in runs for key in (run.parent, *run.keys) if key is not None}

@@ -19,7 +19,7 @@ DATA_FILE = "data.mdb"
 Durability: TypeAlias = Literal["none", "batch", "always"]
 """What a power loss may take; a killed process loses nothing that was acknowledged, in any mode.
 
-none: everything (the store is recognised as damaged and begun anew). batch: the last batches.
+none: everything, and it may leave an index that has to be removed. batch: the last batches.
 always: nothing that was acknowledged.
 """
 

@@ -89,6 +89,7 @@ class IndexWriter(IndexView):
     def __init__(self, txn: Transaction[bytes], databases: Databases) -> None:
         super().__init__(txn, databases)
         self.current = self.state()
+        self._family = txn.cursor(databases.children)
 
     def save(self) -> None:
         self.current.save(self.txn, self.databases)
@@ -182,22 +183,19 @@ class IndexWriter(IndexView):
 
     def _evict_chain(self, eviction: _Eviction, key: bytes, stamp: int) -> None:
         """Evict a childless page that has left the order, then its ancestors as long as they are next in line."""
-        while True:
-            record = self.record(key)
-            if record is None:
-                return
+        record = self.record(key)
+        while record is not None:
             self.txn.delete(key, db=self.databases.pages)
             eviction.locations.append(record.location)
-            parent = record.parent
-            if parent is None:
+            if record.parent is None:
                 return
-            self._unlink(parent, key)
-            last = len(eviction.locations) >= eviction.wanted or parent in eviction.keep
-            above = None if last else self.record(parent)
-            if above is None or above.stamp > stamp or next(self._children(parent), None) is not None:
-                self._join_order(parent, stamp)
+            self._unlink(record.parent, key)
+            key = record.parent
+            record = self.record(key)
+            last = len(eviction.locations) >= eviction.wanted or key in eviction.keep
+            if last or record is None or record.stamp > stamp or self._has_children(key):
+                self._join_order(key, stamp)
                 return
-            key = parent
 
     def _pop(self, key: bytes) -> list[int]:
         record = self.record(key)
@@ -217,10 +215,13 @@ class IndexWriter(IndexView):
             yield cursor.key()[DIGEST_BYTES:]
             found = cursor.next()
 
+    def _has_children(self, key: bytes) -> bool:
+        return self._family.set_range(key) and self._family.key().startswith(key)
+
     def _join_order(self, key: bytes, stamp: int) -> None:
         """Make a page evictable if it has no children left, as recently used as the child that left."""
         record = self.record(key)
-        if record is None or next(self._children(key), None) is not None:
+        if record is None or self._has_children(key):
             return
         if stamp > record.stamp:
             record = record._replace(stamp=stamp)

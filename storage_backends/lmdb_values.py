@@ -10,11 +10,14 @@ from pathlib import Path
 
 from hicache.errors import StoreUnavailableError
 from hicache.layout import KVLayout
+from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexWriter
 from hicache.storage_backends.lmdb_schema import PageRecord, leading_records
 from hicache.storage_backends.lmdb_slots import ExtentSet
 from hicache.storage_backends.slab import SlabFile
+
+SLAB_FILE = "slab"
 
 _LOCATION = struct.Struct(">Q")
 
@@ -28,6 +31,24 @@ log = logging.getLogger(__name__)
 
 class PageValues(ABC):
     """Bytes of pages by location. Whatever takes an `index` is part of that transaction."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def read(self, env: IndexEnvironment, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
+        """How many leading pages are stored, and how many of those are in `buffers` now, verified."""
+        records = self.load(env, keys, buffers)
+        size = self._layout.page_bytes
+        for number, (record, key, buffer) in enumerate(zip(records, keys, buffers)):
+            if page_checksum(key, buffer[:size]) != record.checksum:
+                return len(records), number
+        return len(records), len(records)
+
+    def is_whole(self, index: IndexWriter, key: bytes, record: PageRecord) -> bool:
+        """Does a page match its checksum? No writer can move it meanwhile."""
+        page = memoryview(bytearray(self._layout.page_stride))
+        self.load_one(index, record, page)
+        return page_checksum(key, page[: self._layout.page_bytes]) == record.checksum
 
     @abstractmethod
     def recover(self, index: IndexWriter) -> None:
@@ -86,10 +107,10 @@ class SlabValues(PageValues):
     written meanwhile: its checksum tells.
     """
 
-    def __init__(self, path: Path, layout: KVLayout) -> None:
-        self._path = path
-        self._layout = layout
-        self._slab = SlabFile(path, layout)
+    def __init__(self, folder: Path, layout: KVLayout) -> None:
+        super().__init__(layout)
+        self._path = folder / SLAB_FILE
+        self._slab = SlabFile(self._path, layout)
         self._growth = max(1, GROWTH_BYTES // layout.page_stride)
 
     def recover(self, index: IndexWriter) -> None:
@@ -173,9 +194,6 @@ class SlabValues(PageValues):
 class InlineValues(PageValues):
     """Location = key in the `values` database. Simple, and slower than a slab: every page is copied by LMDB."""
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._page_bytes = layout.page_bytes
-
     def recover(self, index: IndexWriter) -> None:
         """Nothing: values and index are one transaction."""
 
@@ -194,7 +212,7 @@ class InlineValues(PageValues):
     def store(self, index: IndexWriter, buffers: Sequence[memoryview], max_pages: int) -> list[int]:
         locations = index.take_numbers(len(buffers))
         for location, buffer in zip(locations, buffers):
-            value = buffer[: self._page_bytes]
+            value = buffer[: self._layout.page_bytes]
             index.txn.put(_LOCATION.pack(location), value, append=True, db=index.databases.values)
         return list(locations)
 

@@ -135,8 +135,12 @@ def _measure_raw(path: Path, job: _Job) -> dict[str, _Measured]:
 
 def _measure_store(path: Path, job: _Job, values: ValuesMode, durability: Durability) -> dict[str, _Measured]:
     budget = 2 * job.nbytes + (256 << 20)  # nothing is evicted
-    store = LmdbBackend(path, StoreIdentity(job.layout, model="bench"), budget, values, durability)
-    checksums = [page.tobytes() for page in job.buffers[:1]]
+    first_page = job.buffers[0].tobytes()
+
+    def opened() -> LmdbBackend:
+        return LmdbBackend(path, StoreIdentity(job.layout, model="bench"), budget, values, durability)
+
+    store = opened()
 
     def write(batch: int) -> None:
         if store.write([PageRun(_keys(batch, job.batch), job.buffers, None)]) != [job.batch]:
@@ -147,11 +151,14 @@ def _measure_store(path: Path, job: _Job, values: ValuesMode, durability: Durabi
             raise IntegrityError(f"{values}: batch {batch} did not come back")
 
     def settle() -> None:
+        nonlocal store
+        store.close()  # what is mapped cannot be dropped from the page cache
         _drop_page_cache(path / DATA_FILE)
+        store = opened()
 
     try:
         figures = _measure(job, _Medium(write, read, settle))
-        if job.buffers[0] != checksums[0]:
+        if job.buffers[0] != first_page:
             raise IntegrityError(f"{values}: a page came back with other bytes")
         return figures
     finally:

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from hicache import __version__
-from hicache.cli import config_cmd
+from hicache.cli import bench_cmd, config_cmd, demo_cmd, replay_cmd
 from hicache.errors import BadInput, CapacityError, HiCacheError
 
 EXIT_FAILED = 1
@@ -33,6 +33,9 @@ app = typer.Typer(
 )
 
 # Commands
+app.command()(demo_cmd.demo)
+app.command()(replay_cmd.replay)
+app.add_typer(bench_cmd.app, name="bench")
 app.add_typer(config_cmd.app, name="config")
 
 

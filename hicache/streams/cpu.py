@@ -58,7 +58,7 @@ class ThreadStream(Stream):
         return event
 
     def wait(self, event: Event) -> None:
-        self._put(lambda: self._attempt(event.synchronize))
+        self._put(lambda: self._await(event))
 
     def clear_error(self) -> None:
         self._put(self._forget)
@@ -85,6 +85,13 @@ class ThreadStream(Stream):
             work()
         except BaseException as error:  # whatever it is, the thread lives on and events report it
             self._cause = error
+
+    def _await(self, event: Event) -> None:
+        """Waits even if poisoned: what runs after a later `clear_error` is still ordered after `event`."""
+        try:
+            event.synchronize()
+        except BaseException as error:
+            self._cause = self._cause or error
 
     def _forget(self) -> None:
         self._cause = None

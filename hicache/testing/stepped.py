@@ -59,7 +59,7 @@ class SteppedStream(Stream):
         return event
 
     def wait(self, event: Event) -> None:
-        self._put(_Item(lambda: self._attempt(event.synchronize), gate=event))
+        self._put(_Item(lambda: self._pass(event), gate=event))
 
     def clear_error(self) -> None:
         self._put(_Item(self._forget))
@@ -75,10 +75,8 @@ class SteppedStream(Stream):
 
     @property
     def blocked(self) -> bool:
-        """The next item waits for an event that is not complete. A poisoned stream waits for nothing."""
-        if not self._items or self._cause is not None:
-            return False
-        return not _over(self._items[0].gate)
+        """The next item waits for an event that is not complete, be the stream poisoned or not."""
+        return bool(self._items) and not _over(self._items[0].gate)
 
     def step(self) -> bool:
         """Run the next item. False, with nothing done, if idle or blocked."""
@@ -113,6 +111,12 @@ class SteppedStream(Stream):
             work()
         except BaseException as error:
             self._cause = error
+
+    def _pass(self, gate: Event) -> None:
+        try:
+            gate.synchronize()
+        except BaseException as error:
+            self._cause = self._cause or error
 
     def _forget(self) -> None:
         self._cause = None

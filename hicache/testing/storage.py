@@ -215,6 +215,15 @@ class StorageConformance:
         self.fill(backend, keep=tail)
         assert self.read(backend, [*stem, *tail]) == 15
 
+    def test_what_is_written_again_stays(self, backend_factory: OpenBackend) -> None:
+        backend, keys, number = backend_factory(), chain("a", 10), 0
+        self.write(backend, keys)
+        while (evicted := backend.usage().evicted_pages) < 1500:
+            assert self.write(backend, keys) == 10
+            assert backend.usage().evicted_pages == evicted, "it was gone, others had to make room"
+            self.write(backend, chain(f"other {number}", 20))
+            number += 1
+
     def test_a_run_larger_than_the_store_is_stored_in_part(self, backend_factory: OpenBackend) -> None:
         backend, keys = backend_factory(), chain("long", 1200)
         count = self.write(backend, keys)

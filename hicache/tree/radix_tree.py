@@ -286,6 +286,38 @@ class RadixTree:
         self.ledger.refresh(node)
         return upper
 
+    def coalesce(self, nodes: Sequence[Node]) -> None:
+        """Undo splits above `nodes` that no longer matter: halves with the same history and the same copies."""
+        for node in nodes:
+            while node.alive and node.parent is not None and self._are_one(node.parent, node):
+                self._merge(node.parent, node)
+
+    def _are_one(self, upper: Node, lower: Node) -> bool:
+        return (
+            not upper.is_root
+            and len(upper.children or ()) == 1
+            and upper.tick == lower.tick
+            and upper.lock_ref == lower.lock_ref  # so no receipt ends at the upper one
+            and upper.priority == lower.priority
+            and upper.from_storage == lower.from_storage
+            and upper.residency.is_settled_like(lower.residency)
+        )
+
+    def _merge(self, upper: Node, lower: Node) -> None:
+        """`lower` takes over its only parent's pages and place; `upper` leaves the tree."""
+        self.ledger.forget(upper)
+        self.ledger.forget(lower)
+        parent = _parent(upper)
+        _assert_children(parent)[upper.key[: self.page_bytes]] = lower
+        upper.alive = False
+        lower.parent, lower.key = parent, upper.key + lower.key
+        lower.device_pages = _glued(upper.device_pages, lower.device_pages)
+        lower.host_pages = _glued(upper.host_pages, lower.host_pages)
+        both = upper.digests is not None and lower.digests is not None
+        lower.digests = (upper.digests or b"") + (lower.digests or b"") if both else None
+        lower.created = min(upper.created, lower.created)
+        self.ledger.refresh(lower)
+
     # ---- copies in flight -------------------------------------------------------------------
 
     def begin_fill(self, tier: Tier, nodes: Sequence[Node], pages: PageIndices) -> Fill:
@@ -464,3 +496,7 @@ def _cut(pages: PageIndices | None, at: int) -> tuple[PageIndices | None, PageIn
     if pages is None:
         return None, None
     return pages[:at].copy(), pages[at:].copy()
+
+
+def _glued(upper: PageIndices | None, lower: PageIndices | None) -> PageIndices | None:
+    return None if upper is None or lower is None else np.concatenate([upper, lower])

@@ -65,6 +65,15 @@ class Residency:
         """A hint: the backend may have evicted the pages since."""
         return self.states[2] is RESIDENT
 
+    def is_settled_like(self, other: Residency) -> bool:
+        """The same copies, and none of them pinned or on its way."""
+        return (
+            self.states is other.states
+            and FILLING not in self.states
+            and self._pins == _UNPINNED
+            and other._pins == _UNPINNED
+        )
+
     def can_drop(self, tier: Tier) -> bool:
         return self.states[tier] is RESIDENT and not self._pins[tier]
 

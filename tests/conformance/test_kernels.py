@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +17,9 @@ from hicache.kernels.reference import ReferenceKernels
 from hicache.testing.kernels import CopyCase, check_gather, check_scatter
 
 KERNELS = [pytest.param(CpuKernels(), id="cpu"), pytest.param(ReferenceKernels(), id="reference")]
+if find_spec("numba"):
+    compiled = importlib.import_module("hicache.kernels.compiled")
+    KERNELS.append(pytest.param(compiled.CompiledKernels(), id="compiled"))
 
 
 @st.composite
@@ -33,15 +39,19 @@ def _pages(size: int, batch: int) -> st.SearchStrategy[np.ndarray]:
     return st.one_of(runs, mixed)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @given(case=copy_cases())
-def test_gather_moves_the_same_bytes_as_the_reference(case: CopyCase) -> None:
-    check_gather(CpuKernels(), case)
+def test_gather_moves_the_same_bytes_as_the_reference(kernels: CopyKernels, case: CopyCase) -> None:
+    check_gather(kernels, case)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @given(case=copy_cases(), data=st.data())
-def test_scatter_of_some_planes_moves_the_same_bytes_as_the_reference(case: CopyCase, data: st.DataObject) -> None:
+def test_scatter_of_some_planes_moves_the_same_bytes_as_the_reference(
+    kernels: CopyKernels, case: CopyCase, data: st.DataObject
+) -> None:
     first = data.draw(st.integers(0, case.num_planes - 1))
-    check_scatter(CpuKernels(), case, first, data.draw(st.integers(1, case.num_planes - first)))
+    check_scatter(kernels, case, first, data.draw(st.integers(1, case.num_planes - first)))
 
 
 def test_the_reference_itself_puts_planes_one_after_the_other() -> None:

@@ -15,20 +15,20 @@ from hicache.testing.storage import IDENTITY, chain, read_checked, run_of
 BUDGET = 8 << 20
 CHAIN = 32
 
-WRITER = """
+WRITER = f"""
 import sys
 from pathlib import Path
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.testing.storage import IDENTITY, chain, run_of
 
 path, values, round_number = sys.argv[1:]
-store = LmdbBackend(Path(path), IDENTITY, {budget}, values, "none")
+store = LmdbBackend(Path(path), IDENTITY, {BUDGET}, values, "none")
 number = 0
 while True:
-    assert store.write([run_of(IDENTITY.layout, chain(f"{{round_number}}/{{number}}", {chain}))]) == [{chain}]
+    assert store.write([run_of(IDENTITY.layout, chain(f"{{round_number}}/{{number}}", {CHAIN}))]) == [{CHAIN}]
     print(number, flush=True)
     number += 1
-""".format(budget=BUDGET, chain=CHAIN)
+"""
 
 
 @pytest.mark.stress

@@ -32,13 +32,15 @@ def test_blocked_until_the_other_stream_moves() -> None:
     assert first.step() and not second.blocked and second.step() and second.idle
 
 
-def test_a_poisoned_stream_is_not_blocked() -> None:
-    stream, never = SteppedStream(), SteppedStream().record()
+def test_a_poisoned_stream_is_blocked_like_any_other() -> None:
+    first, stream = SteppedStream(), SteppedStream()
     stream.submit(lambda: None)
     stream.fail_next()
-    stream.wait(never)
+    stream.wait(first.record())
     drain(stream)
-    assert stream.idle and not stream.blocked
+    assert stream.blocked
+    drain(first, stream)
+    assert stream.idle
 
 
 def test_fail_next_replaces_the_next_work_only() -> None:

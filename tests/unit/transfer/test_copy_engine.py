@@ -144,16 +144,19 @@ def test_layers_before_a_failure_are_good_and_the_load_is_not(rig: Rig) -> None:
             query()
 
 
-def test_pages_outside_a_pool_fail_the_ticket_and_write_nothing(rig: Rig) -> None:
-    ticket = rig.engine.backup(pages(0, 6), pages(0, 1))
-    drain(rig.d2h)
-    with pytest.raises(TransferError, match="device page outside"):
-        ticket.query()
-    assert not rig.host.array.any()
+@pytest.mark.parametrize(
+    "device, host, message", [([0, 6], [0, 1], "device page outside"), ([0, 1], [0, -1], "host page outside")]
+)
+def test_pages_outside_a_pool_are_refused_at_once(rig: Rig, device: list[int], host: list[int], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        rig.engine.backup(pages(*device), pages(*host))
+    with pytest.raises(ProtocolError, match=message):
+        rig.engine.load_back(pages(*host), pages(*device))
+    assert rig.d2h.idle and rig.h2d.idle
 
 
 def test_unpaired_pages_are_refused_at_once(rig: Rig) -> None:
-    with pytest.raises(ProtocolError, match="2 pages are to be copied to 1 pages"):
+    with pytest.raises(ProtocolError, match="2 device pages are paired with 1 host pages"):
         rig.engine.backup(pages(0, 1), pages(0))
     with pytest.raises(ProtocolError):
         rig.engine.load_back(pages(0), pages(0, 1))

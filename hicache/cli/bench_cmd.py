@@ -1,0 +1,158 @@
+"""`hicache bench tree|copy|storage|stall`: measure on this machine, with the figures aimed at beside."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache.config.units import format_bytes
+
+app = typer.Typer(help="Measure parts of the cache on this machine.", no_args_is_help=True)
+
+COPY_TARGET, COPY_TARGET_BYTES = 0.8, 64 << 10
+STORAGE_TARGET, STORAGE_CPU_TARGET = 0.8, 0.3
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A short run to see that it works; its figures mean little.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--path", metavar="DIR", help="Folder on the disk to measure (default: for temporary files)."),
+]
+
+
+@app.command()
+def tree(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    long: Annotated[bool, typer.Option("--long", help="Evict from a tree of a million leaves, too.")] = False,
+) -> None:
+    """Radix tree: match, insert, evict, memory and bookkeeping at pages of 1, 16 and 64 tokens."""
+    from hicache.bench.tree import run
+
+    _report(_watched(lambda progress: run(quick, long, progress)), as_json, _tree_table)
+
+
+@app.command()
+def copy(as_json: AsJson = False, quick: Quick = False) -> None:
+    """Copies between device and host pages on the CPU, as a ratio to memcpy of the same bytes."""
+    from hicache.bench.copy import run
+
+    _report(_watched(lambda progress: run(quick)), as_json, _copy_table)
+
+
+@app.command()
+def storage(as_json: AsJson = False, quick: Quick = False, folder: Folder = None) -> None:
+    """The disk tier, beside a raw O_DIRECT file with the same pages. Writes and removes 3 GiB, one at a time."""
+    from hicache.bench.storage import run
+
+    total = (64 << 20) if quick else (1 << 30)
+    place = folder if folder is not None else Path(tempfile.gettempdir())
+    _report(_watched(lambda progress: run(place, total_bytes=total, progress=progress)), as_json, _storage_table)
+
+
+@app.command()
+def stall(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    folder: Folder = None,
+    backend: Annotated[str, typer.Option(metavar="NAME", help="Storage backend.")] = "lmdb",
+) -> None:
+    """p99 of match_prefix on the scheduler thread while storage writes at full speed, to that with idle storage."""
+    from hicache.bench.stall import run
+
+    _report(_watched(lambda progress: run(folder, backend, quick, progress)), as_json, _stall_table)
+
+
+def _watched(work: Callable[[Callable[[str], None]], dict[str, Any]]) -> dict[str, Any]:
+    """Run `work`, showing what it is at on a terminal."""
+    with Console(stderr=True).status("measuring ...") as status:
+        return work(lambda what: status.update(f"measuring {what} ..."))
+
+
+def _report(measured: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], Table]) -> None:
+    from hicache.bench.tree import machine
+
+    report = {"machine": machine(), **measured}
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    where = report["machine"]
+    console = Console()
+    console.print(table(measured))
+    console.print(f"{where['cpu']}, {where['cores']} cores, Python {where['python']}", highlight=False)
+
+
+def _tree_table(measured: dict[str, Any]) -> Table:
+    table = _table("radix tree", "page", "measured", "aimed at", "met")
+    for figure in measured["figures"]:
+        unit = "µs" if figure["unit"] == "us" else figure["unit"]
+        target = f"≤ {figure['target']:,.0f} {unit}"
+        table.add_row(
+            figure["name"], str(figure["page_size"]), f"{figure['value']:,} {unit}", target, _met(figure["met"])
+        )
+    return table
+
+
+def _copy_table(measured: dict[str, Any]) -> Table:
+    table = _table("plane", "pages", "memcpy", "gather", "scatter", "aimed at", "met")
+    for row in measured["results"]:
+        aimed = row["plane_bytes"] * measured["planes"] >= COPY_TARGET_BYTES
+        table.add_row(
+            format_bytes(row["plane_bytes"]),
+            row["pages"],
+            f"{row['memcpy_gb_s']:.1f} GB/s",
+            f"{row['gather']:.2f}",
+            f"{row['scatter']:.2f}",
+            f"≥ {COPY_TARGET}" if aimed else "",
+            _met(min(row["gather"], row["scatter"]) >= COPY_TARGET) if aimed else "",
+        )
+    return table
+
+
+def _storage_table(measured: dict[str, Any]) -> Table:
+    table = _table(f"pages of {format_bytes(measured['page_bytes'])}", "way", "speed", "of raw", "CPU s/GiB", "met")
+    for name, ways in measured["media"].items():
+        for way, figure in ways.items():
+            ratio = measured["ratio_to_raw"].get(name, {}).get(way)
+            met = ratio is not None and ratio >= STORAGE_TARGET and figure["cpu_s_per_gib"] <= STORAGE_CPU_TARGET
+            table.add_row(
+                name,
+                way,
+                f"{figure['gb_per_s']:.2f} GB/s",
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{figure['cpu_s_per_gib']:.2f}",
+                "" if ratio is None else _met(met),
+            )
+    table.caption = f"aimed at: ≥ {STORAGE_TARGET} of raw, ≤ {STORAGE_CPU_TARGET} CPU s/GiB"
+    return table
+
+
+def _stall_table(measured: dict[str, Any]) -> Table:
+    table = _table("match_prefix while storage is", "p50", "p99", "max", "matches")
+    for name in ("idle", "writing"):
+        figures = measured[name]
+        times = (f"{figures[key]:,} µs" for key in ("p50_us", "p99_us", "max_us"))
+        table.add_row(name, *times, f"{figures['matches']:,}")
+    table.caption = (
+        f"{measured['backend']} wrote {measured['written_gb_per_s']:.2f} GB/s; "
+        f"p99 {measured['ratio']:.2f} times that of idle, aimed at ≤ {measured['target']:g}: {_met(measured['met'])}"
+    )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title, box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _met(met: bool) -> str:
+    return "[green]yes[/]" if met else "[red]no[/]"

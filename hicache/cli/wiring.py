@@ -1,0 +1,164 @@
+"""What `replay` and `demo` share: a trace by name, and a replay through a cache that is closed whatever happens."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hicache.errors import ConfigError, IntegrityError
+from hicache.sim.generator import ChatWorkload, generate
+from hicache.sim.result import ReplayResult
+from hicache.sim.traces import read_trace
+from hicache.sim.workload import TraceRequest
+
+if TYPE_CHECKING:
+    from hicache.cache import HiCache
+    from hicache.config import CacheConfig
+    from hicache.sim.driver import ReplayOptions
+
+CHATS = "chats"
+"""Name of the built-in generator where a trace file is expected."""
+
+
+def load_trace(source: str, limit: int | None = None) -> list[TraceRequest]:
+    """All requests of a trace file, or of the generator for "chats" and "chats:seed=3,turns=20".
+
+    Raises TraceError with the line that cannot be used, ConfigError for an option of the generator.
+    """
+    name, _, options = source.partition(":")
+    if name == CHATS:
+        return list(islice(generate(parse_workload(options)), limit))
+    return list(read_trace(Path(source), limit))
+
+
+def parse_workload(text: str) -> ChatWorkload:
+    """The generator's parameters from "seed=3,conversations=50"; no text, the defaults."""
+    values: dict[str, int | float] = {}
+    for item in filter(None, text.split(",")):
+        name, value = _parse_option(item)
+        if name in values:
+            raise ConfigError(f"{CHATS}: {name} is given twice")
+        values[name] = value
+    return ChatWorkload(**values)  # type: ignore[arg-type] # each value has the type of its field
+
+
+def _parse_option(item: str) -> tuple[str, int | float]:
+    kinds: dict[str, type[int] | type[float]] = {
+        field.name: int if isinstance(field.default, int) else float for field in fields(ChatWorkload)
+    }
+    name, _, value = (part.strip() for part in item.partition("="))
+    if name not in kinds:
+        raise ConfigError(f"{CHATS}: unknown option {name!r}; the options are {', '.join(kinds)}")
+    try:
+        return name, kinds[name](value)
+    except ValueError:
+        what = "a whole number" if kinds[name] is int else "a number"
+        raise ConfigError(f"{CHATS}: {name}={value}: write {what}, such as {name}=1") from None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay measured, and how long it took to build the cache (with a store: to open it)."""
+
+    result: ReplayResult
+    open_seconds: float
+
+
+def replay(config: CacheConfig, trace: Sequence[TraceRequest], options: ReplayOptions, console: Console) -> Outcome:
+    """Build the cache, replay the trace, close the cache. Progress goes to `console` if it is a terminal.
+
+    Raises ConfigError if the cache cannot be built, IntegrityError if it loses count of a token or a page,
+    KeyboardInterrupt on Ctrl-C; the cache is closed in any case.
+    """
+    from hicache.build import build_cache
+
+    start = time.perf_counter()
+    cache = build_cache(config)
+    open_seconds = time.perf_counter() - start
+    try:
+        result = _run(cache, trace, options, console)
+    finally:
+        with _status(console, "closing: what only memory holds goes to storage ..."):
+            cache.close()
+    return Outcome(result, open_seconds)
+
+
+def check_pages(result: ReplayResult) -> None:
+    """Raises IntegrityError if a hit page held wrong bytes."""
+    if result.wrong_pages:
+        raise IntegrityError(f"{result.wrong_pages:,} of {result.checked_pages:,} hit pages held wrong bytes")
+
+
+def _run(cache: HiCache, trace: Sequence[TraceRequest], options: ReplayOptions, console: Console) -> ReplayResult:
+    from hicache.build import build_requests
+    from hicache.host_pool.pool import POISON_BYTE
+    from hicache.requests import Request
+    from hicache.sim.driver import Replay
+    from hicache.sim.ports import ReplayTarget
+    from hicache.streams import create_stream
+
+    pool, allocator = cache.tiers.device_pool, cache.tiers.device_allocator
+    requests = build_requests(cache, options.max_running)
+    compute = create_stream(pool.device, "compute")
+    context = allocator.num_pages * cache.page_size
+    target = ReplayTarget(cache, requests, Request, allocator, pool, compute, context)
+    try:
+        with _progress_bar(console, cache, len(trace)) as show, _interruptible(show) as progress:
+            return Replay(target, POISON_BYTE, options, progress).run(trace)
+    finally:
+        compute.close()
+
+
+@contextmanager
+def _interruptible(progress: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
+    """Ctrl-C takes effect when a request has finished, so that the cache is in order; a second one at once."""
+    asked = False
+
+    def on_signal(signal_number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def step(requests: int, prompt_tokens: int) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        progress(requests, prompt_tokens)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield step
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress_bar(console: Console, cache: HiCache, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with requests, tokens per second and hit rate; nothing where there is no terminal."""
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    counters = cache.tiers.counters
+    start = time.perf_counter()
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def show(requests: int, prompt_tokens: int) -> None:
+            hits = sum(counters.hit_tokens.values())
+            share = hits / max(hits + counters.computed_tokens, 1)
+            speed = prompt_tokens / (time.perf_counter() - start)
+            bar.update(task, completed=requests, description=f"{speed:,.0f} tokens/s, {share:.0%} hits")
+
+        yield show
+
+
+def _status(console: Console, text: str) -> AbstractContextManager[object]:
+    return console.status(text) if console.is_terminal else nullcontext()

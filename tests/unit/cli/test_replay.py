@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hicache import cli
+from hicache.cli import wiring
+from hicache.cli.wiring import parse_workload
+from hicache.errors import ConfigError
+from hicache.sim.generator import ChatWorkload
+from hicache.sim.standin import StandIn
+
+PAGE = 4
+
+CONFIG = """\
+model: {{name: example/tiny, layers: 2, kv_heads: 1, head_dim: 4, dtype: float16}}
+page_size: 4
+poison: true
+tiers:
+  - {{tier: device, device: cpu, size: 96 tokens}}
+  - {{tier: host, size: 64 tokens}}
+  - {{tier: storage, path: {folder}/store, size: 4MiB, prefetch: {{policy: wait_complete, deadline: 5s}}}}
+"""
+
+# 10 sessions of 3 turns, one after the other and then all again: block i of a session continues its block i-1.
+TRIE = "# block_size=16\nt_ms,session,in_tokens,out_tokens,attach,new\n" + "".join(
+    f"{turn * 1000 + session},{session},{(turn + 1) * 16 + 3},2,{-1 if turn == 0 else (turn - 1) * 10 + session},1\n"
+    for turn in range(3)
+    for session in range(10)
+)
+MOONCAKE = "".join(
+    json.dumps({"timestamp": 0, "input_length": 520, "output_length": 1, "hash_ids": [block // 2, 100 + block]}) + "\n"
+    for block in range(6)
+)
+
+REQUIRED = {
+    "requests",
+    "prompt_tokens",
+    "hit_tokens",
+    "computed_tokens",
+    "demoted_pages",
+    "dropped_pages",
+    "wrong_pages",
+    "seconds",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiers.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRIE)
+    return path
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    assert cli.run(["replay", *map(str, arguments), "--verify", "--json"]) == 0
+    shown: dict[str, object] = json.loads(capsys.readouterr().out)
+    return shown
+
+
+def total(shown: dict[str, object]) -> int:
+    hits, computed = shown["hit_tokens"], shown["computed_tokens"]
+    assert isinstance(hits, dict) and isinstance(computed, int)
+    return sum(hits.values()) + computed
+
+
+def test_json_of_a_trace_through_three_tiers(config: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = replayed(capsys, trace, "--config", config)
+    assert set(shown) >= REQUIRED
+    assert shown["requests"] == 30
+    assert shown["prompt_tokens"] == total(shown) == 10 * (19 + 35 + 51)
+    assert shown["hit_tokens"].keys() == {"device", "host", "storage"}  # type: ignore[attr-defined]
+    assert shown["demoted_pages"].keys() == {"device_host", "host_storage"}  # type: ignore[attr-defined]
+    assert shown["wrong_pages"] == 0
+    assert isinstance(shown["checked_pages"], int) and shown["checked_pages"] > 0
+
+
+def test_a_second_run_hits_what_the_first_left_on_disk(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = replayed(capsys, trace, "--config", config)
+    second = replayed(capsys, trace, "--config", config)
+    assert second["hit_tokens"]["storage"] > first["hit_tokens"]["storage"]  # type: ignore[index]
+    assert second["wrong_pages"] == 0
+
+
+def test_the_device_alone(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device_alone = "\n".join(config.read_text().splitlines()[:5])
+    config.write_text(device_alone.replace("96 tokens", "4096 tokens"))
+    mooncake = tmp_path / "trace.jsonl"
+    mooncake.write_text(MOONCAKE)
+    shown = replayed(capsys, mooncake, "--config", config, "--max-running", 1)
+    assert shown["hit_tokens"] == {"device": 3 * 512, "host": 0, "storage": 0}
+    assert total(shown) == 6 * 520
+
+
+def test_limit_and_overrides(config: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = replayed(capsys, trace, "--config", config, "--limit", 7, "--set", "tiers.0.size=512 tokens")
+    assert shown["requests"] == 7
+    assert shown["demoted_pages"]["device_host"] >= 0  # type: ignore[index]
+
+
+def test_the_table_for_people(config: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["replay", str(trace), "--config", str(config), "--verify"]) == 0
+    out, err = capsys.readouterr()
+    assert "hit on storage" in out and "wrong pages = 0 of" in out
+    assert err == ""
+
+
+def test_generated_chats(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = "chats:seed=3,conversations=3,turns=2,system_tokens=8,tool_tokens=8,user_tokens=8,output_tokens=4"
+    shown = replayed(capsys, chats, "--config", config, "--set", "tiers.0.size=4096 tokens")
+    assert shown["prompt_tokens"] == total(shown) > 0
+
+
+def test_a_wrong_page_is_exit_1(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandIn, "count_wrong", lambda *_: 1)
+    monkeypatch.setattr(StandIn, "explain", lambda *_: iter(()))
+    assert cli.run(["replay", str(trace), "--config", str(config), "--verify", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["wrong_pages"] > 0
+    assert err.startswith("error: IntegrityError: ") and "held wrong bytes" in err
+
+
+def test_a_bad_line_is_named_before_anything_is_written(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text(TRIE + "1,2,x,4,5,6\n")
+    assert cli.run(["replay", str(trace), "--config", str(config)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {trace}:33: ") and err.count("\n") == 1
+    assert not (config.parent / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("chats:turn=3", "chats: unknown option 'turn'; the options are seed, conversations, "),
+        ("chats:turns=x", "chats: turns=x: write a number"),
+        ("chats:seed=1.5", "chats: seed=1.5: write a whole number"),
+        ("chats:seed", "chats: seed=: write a whole number"),
+        ("chats:seed=1,seed=2", "chats: seed is given twice"),
+        ("chats:conversations=0", "conversations is 0, it must be at least 1"),
+        ("chat", "chat: no such file"),
+    ],
+)
+def test_what_is_no_trace_is_exit_2(
+    config: Path, capsys: pytest.CaptureFixture[str], source: str, message: str
+) -> None:
+    assert cli.run(["replay", source, "--config", str(config)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_options_of_the_generator() -> None:
+    assert parse_workload("") == ChatWorkload()
+    assert parse_workload("seed=3, sigma=0.5") == ChatWorkload(seed=3, sigma=0.5)
+    with pytest.raises(ConfigError):
+        parse_workload("agents=2")
+
+
+def test_ctrl_c_closes_the_cache_and_keeps_what_was_computed(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = wiring._interruptible
+
+    def interrupted(progress: Callable[[int, int], None]) -> object:
+        def press_after_five(requests: int, prompt_tokens: int) -> None:
+            progress(requests, prompt_tokens)
+            if requests == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return original(press_after_five)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wiring, "_interruptible", interrupted)
+        assert cli.run(["replay", str(trace), "--config", str(config), "--max-running", "1"]) == 130
+    assert capsys.readouterr() == ("", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    shown = replayed(capsys, trace, "--config", config, "--limit", 5)
+    assert shown["hit_tokens"]["storage"] == 5 * 16  # type: ignore[index]

@@ -1,0 +1,669 @@
+"""One scenario, at least, for each kind of fault that caches of this kind have had (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hicache.errors import IntegrityError, ProtocolError, StorageError, TransferError
+from hicache.hashing import DIGEST_BYTES, RequestNamespace, page_digests
+from hicache.layout import KVLayout
+from hicache.policies.write import WritePolicy
+from hicache.prefetch import PrefetchPolicy
+from hicache.requests import Request
+from hicache.storage_backends.memory import MemoryBackend
+from hicache.testing.rig import Rig, RigOptions
+from hicache.transfer.storage_engine import StorageEngine
+from hicache.tree.residency import ABSENT
+from hicache.types import PrefixKey, Tier
+
+WRITE_BACK = WritePolicy("write_back")
+
+
+def tokens(first: int, count: int) -> list[int]:
+    return [first * 100 + index for index in range(count)]
+
+
+def key(first: int, count: int) -> PrefixKey:
+    return PrefixKey.of(tokens(first, count))
+
+
+def admitted(rig: Rig, first: int, count: int, rid: str = "r") -> Request:
+    req = Request(rid, tokens(first, count))
+    rig.admit(req)
+    return req
+
+
+def fill_device(rig: Rig, first: int = 50) -> None:
+    """Push everything unlocked off the device by serving other prompts."""
+    pages = rig.tiers.device_allocator.num_pages
+    size = rig.layout.page_size
+    for index in range(3):
+        rig.serve(tokens(first + index, (pages - 1) * size), rid=f"filler{first + index}")
+        rig.settle()
+
+
+# ---- F01 accounting -------------------------------------------------------------------------
+
+
+def test_f01_a_demoted_prefix_inserted_from_fresh_pages_has_each_page_once() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    fill_device(rig)
+    match = rig.cache.match_prefix(key(1, 8))
+    assert (match.device_len, match.host_hit_len) == (0, 8)
+    pages = rig.cache.alloc_pages(4)
+    assert pages is not None
+    result = rig.cache.insert(key(1, 8), pages)
+    assert result.num_pages == 4 and not len(result.duplicates)
+    rig.cache.check_integrity()
+    assert rig.cache.match_prefix(key(1, 8)).device_len == 8
+
+
+@pytest.mark.parametrize(("change", "sign"), [(1, "leaked"), (-1, "counted twice")])
+def test_f01_the_sign_of_a_difference_is_reported(change: int, sign: str) -> None:
+    rig = Rig()
+    rig.serve(tokens(1, 6))
+    rig.tiers.request_pages -= change
+    with pytest.raises(IntegrityError, match=f"1 device pages {sign}"):
+        rig.cache.check_integrity()
+
+
+def test_f01_a_page_with_two_owners_is_found() -> None:
+    rig = Rig()
+    rig.serve(tokens(1, 6))
+    node = next(rig.tiers.tree.nodes())
+    assert node.device_pages is not None
+    node.device_pages[0] = rig.tiers.device_allocator.free_list()[0]
+    with pytest.raises(IntegrityError, match="two owners"):
+        rig.cache.check_integrity()
+
+
+# ---- F02 locks ------------------------------------------------------------------------------
+
+
+def test_f02_a_lock_survives_splits_below_and_above_it_and_is_given_back_once() -> None:
+    rig = Rig(RigOptions(device_pages=20))
+    rig.serve(tokens(1, 16))
+    rig.settle()
+    receipt = rig.cache.lock(rig.cache.match_prefix(key(1, 12)))
+    rig.cache.match_prefix(key(1, 8))
+    rig.cache.match_prefix(key(1, 4))
+    assert rig.cache.protected_size() == 12
+    rig.cache.unlock(receipt)
+    assert rig.cache.protected_size() == 0 and rig.cache.evictable_size() == 16
+    with pytest.raises(ProtocolError, match="twice"):
+        rig.cache.unlock(receipt)
+    rig.cache.check_integrity()
+
+
+# ---- F03 endpoints stay owned ---------------------------------------------------------------
+
+
+def test_f03_the_source_of_a_backup_is_not_reused_before_its_acknowledgement() -> None:
+    rig = Rig(RigOptions(device_pages=6, host_pages=12, storage_pages=0, host_write=WRITE_BACK))
+    rig.serve(tokens(1, 10))
+    assert rig.cache.alloc_pages(6) is None  # starts the backup, cannot have its pages yet
+    rig.cache.end_step(None)
+    assert rig.cache.alloc_pages(6) is None
+    assert rig.tiers.device_allocator.free_pages == 1
+    rig.settle()
+    assert rig.cache.alloc_pages(6) is not None
+    assert rig.cache.stats().demoted_pages["device_host"] == 5
+
+
+def test_f03_the_destination_of_a_cancelled_load_is_not_reused_before_its_acknowledgement() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    fill_device(rig)
+    req = Request("q", [*tokens(1, 8), 7])
+    assert rig.requests.admit(req) is not None
+    free = rig.tiers.device_allocator.free_pages
+    rig.requests.abort(req)
+    assert rig.tiers.device_allocator.free_pages == free
+    assert rig.cache.alloc_pages(8) is None
+    rig.settle()
+    rig.check()
+    assert rig.cache.alloc_pages(8) is not None
+
+
+class SlowReads(MemoryBackend):
+    """Reads of which the last batch writes into its buffers when told to."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        self.reading.set()
+        self.go_on.wait(30)
+        return super().read_into(keys, buffers)
+
+
+def test_f03_host_pages_of_a_prefetch_cut_short_stay_taken_while_the_worker_reads() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8))
+    rig.serve(tokens(1, 9))
+    rig.settle()
+    slow = SlowReads(rig.tiers.identity, 64 * rig.layout.page_stride)
+    assert rig.engine is not None and rig.tiers.storage is not None and rig.backend is not None
+    slow.__dict__.update({k: v for k, v in rig.backend.__dict__.items() if not k.startswith("fail")})
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    rig.tiers.storage.engine = StorageEngine(slow, 2, 1 << 20, threads=1)
+    host = rig.tiers.host
+    assert host is not None
+    rig.cache.prefetch("p", key(1, 9))
+    while not slow.reading.wait(0.001):
+        rig.cache.poll()
+    rig.cache.cancel_prefetch("p")
+    rig.cache.poll()
+    assert host.pool.allocator.free_pages == 4
+    slow.go_on.set()
+    assert rig.tiers.storage.engine.wait_idle(30)
+    rig.cache.poll()
+    assert host.pool.allocator.free_pages == 8
+    rig.tiers.storage.engine.close()
+
+
+# ---- F04 order of compute and copies --------------------------------------------------------
+
+
+def test_f04_a_backup_waits_for_the_compute_that_writes_the_pages() -> None:
+    rig = Rig(RigOptions(storage_pages=0))
+    req = Request("r", tokens(1, 8))
+    assert rig.requests.admit(req) is not None
+    rig.requests.extend(req, 8)
+    rig.compute.submit(lambda: rig.write_kv(req, 0, 8))
+    written = rig.compute.record()
+    rig.requests.commit(req, 8)
+    rig.requests.cache_unfinished_req(req)
+    rig.cache.end_step(written)
+    while rig.d2h.step():
+        pass
+    assert rig.d2h.blocked
+    rig.settle()
+    rig.check()
+    assert next(rig.tiers.tree.nodes()).residency.on_host
+
+
+def test_f04_a_load_waits_for_the_compute_that_may_still_read_its_pages() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    fill_device(rig)
+    rig.compute.submit(lambda: None)
+    rig.cache.end_step(rig.compute.record())
+    assert rig.requests.admit(Request("r", [*tokens(1, 8), 7])) is not None
+    while rig.h2d.step():
+        pass
+    assert rig.h2d.blocked
+
+
+def test_f04_layer_events_complete_one_by_one() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    fill_device(rig)
+    admission = rig.requests.admit(Request("r", [*tokens(1, 8), 7]))
+    assert admission is not None
+    (load,) = admission.loads
+    seen = []
+    while not load.query():
+        seen.append([load.layer_done(layer).query() for layer in range(2)])
+        assert rig.h2d.step()
+    assert [True, False] in seen and [True, True] not in seen
+
+
+# ---- F05 splits under a copy ----------------------------------------------------------------
+
+
+def test_f05_a_split_while_nine_pages_are_written_through_leaves_all_nine_backed_and_stored() -> None:
+    rig = Rig(RigOptions(device_pages=12, host_pages=12, storage_pages=40))
+    rig.serve(tokens(1, 18))
+    rig.cache.match_prefix(key(1, 10))
+    rig.settle()
+    nodes = list(rig.tiers.tree.nodes())
+    assert [len(node.key) // 8 for node in nodes] == [5, 4]
+    for node in nodes:
+        assert node.residency.on_host and node.residency.on_storage
+        assert not any(node.residency.pins(tier) for tier in Tier)
+    assert rig.cache.stats().storage_pages == 9
+    rig.check()
+
+
+def test_f05_a_split_between_the_store_and_its_acknowledgement_is_stored_whole() -> None:
+    rig = Rig(RigOptions(device_pages=12, host_pages=12, storage_pages=40))
+    rig.serve(tokens(1, 18))
+    rig.cache.end_step(None)
+    rig.drain_streams()
+    rig.cache.poll()
+    rig.cache.match_prefix(key(1, 10))
+    rig.settle()
+    assert all(node.residency.on_storage for node in rig.tiers.tree.nodes())
+
+
+# ---- F06 a failed backup is not a backup ----------------------------------------------------
+
+
+def test_f06_with_a_host_that_cannot_take_it_the_drop_is_counted_and_nobody_believes_in_a_backup() -> None:
+    rig = Rig(RigOptions(device_pages=6, host_pages=4, storage_pages=0, host_write=WRITE_BACK))
+    rig.serve(tokens(1, 10))
+    host = rig.tiers.host
+    assert host is not None
+    taken = host.pool.allocator.alloc(4)
+    rig.tiers.staged_host_pages += 4
+    assert taken is not None
+    pages = rig.cache.alloc_pages(6)
+    assert pages is not None
+    rig.cache.free_pages(pages)
+    assert rig.cache.stats().dropped_pages == {"host_full": 5}
+    assert rig.cache.stats().demoted_pages["device_host"] == 0
+    rig.cache.check_integrity()
+
+
+def test_f06_a_failed_copy_leaves_the_page_where_it_was() -> None:
+    rig = Rig(RigOptions(storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.d2h.fail_next()
+    rig.settle()
+    node = next(rig.tiers.tree.nodes())
+    assert node.residency.on_device and node.residency[Tier.HOST] is ABSENT
+    assert rig.cache.stats().failures == {"copy": 1}
+    rig.check()
+
+
+def test_f06_a_failed_load_ends_in_a_recompute() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    fill_device(rig)
+    rig.h2d.fail_next()
+    req = Request("r", [*tokens(1, 8), 7])
+    admission = rig.requests.admit(req)
+    assert admission is not None
+    rig.drain_streams()
+    with pytest.raises(TransferError):
+        admission.loads[0].query()
+    rig.requests.retract(req)
+    rig.cache.poll()
+    rig.check()
+    assert rig.serve([*tokens(1, 8), 7]).host_len == 8  # the next try succeeds
+
+
+def test_f06_what_continues_a_failed_load_fails_with_it() -> None:
+    rig = Rig(RigOptions(device_pages=16, host_pages=60, storage_pages=0))
+    rig.serve(tokens(1, 12))
+    rig.settle()
+    fill_device(rig)
+    first, second = Request("a", tokens(1, 7)), Request("b", tokens(1, 12))
+    one, two = rig.requests.admit(first), rig.requests.admit(second)
+    assert one is not None and two is not None and len(two.loads) == 2
+    rig.h2d.fail_next()
+    rig.settle()
+    assert rig.cache.match_prefix(key(1, 12)).device_len == 0
+    rig.check()
+
+
+# ---- F07 progress under pressure ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_write", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("host_pages", [1, 2, 5])
+def test_f07_a_host_smaller_than_the_device_never_stops_anybody(host_pages: int, host_write: str) -> None:
+    write = WritePolicy(host_write, 1)  # type: ignore[arg-type]
+    rig = Rig(RigOptions(device_pages=10, host_pages=host_pages, storage_pages=20, host_write=write))
+    for index in range(40):
+        rig.serve(tokens(index % 7, 15), rid=f"r{index}")
+    rig.settle()
+    rig.check()
+    assert rig.cache.tiers.counters.computed_tokens > 0
+
+
+def test_f07_two_loads_that_share_the_free_pages_both_end() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=40, storage_pages=0))
+    for first in (1, 2):
+        rig.serve(tokens(first, 10))
+        rig.settle()
+    fill_device(rig)
+    one = Request("one", [*tokens(1, 10), 7])
+    assert rig.requests.admit(one) is not None
+    assert rig.requests.admit(Request("two", [*tokens(2, 10), 7])) is None  # no room beside the first
+    rig.settle()
+    rig.requests.abort(one)
+    assert rig.serve([*tokens(2, 10), 7], rid="three").prefix_len == 10
+
+
+# ---- F08, F09 prefetch ----------------------------------------------------------------------
+
+
+def stored(options: RigOptions, first: int = 1, count: int = 13) -> Rig:
+    """A rig whose memory tiers are empty and whose storage has a prefix."""
+    rig = Rig(options)
+    rig.serve(tokens(first, count))
+    rig.settle()
+    assert rig.cache.flush([Tier.DEVICE, Tier.HOST]).flushed
+    return rig
+
+
+def test_f08_a_thousand_prefetches_each_ended_another_way_leave_nothing_behind() -> None:
+    rig = stored(RigOptions(device_pages=8, host_pages=8, storage_pages=64))
+    assert rig.backend is not None and rig.engine is not None and rig.tiers.host is not None
+    for index in range(1000):
+        rid = f"p{index}"
+        rig.backend.fail_next_load = index % 5 == 3
+        rig.cache.prefetch(rid, key(1 if index % 2 else 9, 13))
+        for _ in range(index % 4):
+            rig.engine.run_next()
+            rig.cache.poll()
+        if index % 3 == 0:
+            rig.cache.cancel_prefetch(rid)
+        elif index % 3 == 1:
+            rig.now += 2.0
+            assert rig.cache.prefetch_ready(rid)
+        if index % 7 == 0:
+            rig.settle()
+            rig.tiers.storage.failures_in_a_row = 0  # type: ignore[union-attr]
+            rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    rig.now += 2.0
+    rig.settle()
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    assert rig.tiers.staged_host_pages == 0 and not rig.cache.in_flight
+    assert rig.tiers.host.pool.allocator.free_pages == 8
+    assert rig.engine.idle and rig.engine.queued_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["timeout", "wait_complete", "best_effort"])
+def test_f09_the_deadline_is_an_upper_bound_whatever_storage_does(mode: str) -> None:
+    policy = PrefetchPolicy(mode, 1.0)  # type: ignore[arg-type]
+    rig = stored(RigOptions(prefetch=policy))
+    rig.cache.prefetch("p", key(1, 13))
+    waited = 0.0
+    while not rig.cache.prefetch_ready("p"):  # storage hangs: nothing is stepped
+        rig.now += 0.25
+        waited += 0.25
+    assert waited == (0.0 if mode == "best_effort" else 1.0)
+
+
+def test_f09_completion_is_visible_at_the_next_poll_and_a_miss_costs_no_page() -> None:
+    rig = stored(RigOptions(host_pages=8))
+    assert rig.engine is not None and rig.tiers.host is not None
+    rig.cache.prefetch("hit", key(1, 13))
+    rig.cache.prefetch("miss", key(2, 13))
+    while rig.engine.run_next():
+        rig.cache.poll()
+    assert rig.cache.prefetch_ready("hit") and rig.cache.prefetch_ready("miss")
+    assert rig.cache.match_prefix(key(1, 13)).host_hit_len == 12
+    assert rig.tiers.host.pool.allocator.free_pages == 2
+    assert rig.cache.stats().prefetches["miss"] >= 1
+
+
+def test_f09_two_requests_for_one_prefix_read_it_once() -> None:
+    rig = stored(RigOptions(host_pages=8))
+    rig.cache.prefetch("a", key(1, 13))
+    rig.cache.prefetch("b", key(1, 13))
+    rig.settle()
+    assert rig.cache.prefetch_ready("a") and rig.cache.prefetch_ready("b")
+    assert rig.cache.stats().moved_bytes["storage_host"] == 6 * rig.layout.page_stride
+
+
+# ---- F11 namespaces -------------------------------------------------------------------------
+
+NAMESPACES = [
+    RequestNamespace().encode(),
+    RequestNamespace(salt="").encode(),
+    RequestNamespace(salt="X").encode(),
+    RequestNamespace(adapter="X").encode(),
+    RequestNamespace(salt="ab", adapter="c").encode(),
+    RequestNamespace(salt="a", adapter="bc").encode(),
+]
+
+
+def test_f11_namespaces_share_nothing_on_any_tier_and_everything_within() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8, storage_pages=99))
+    for serial, namespace in enumerate(NAMESPACES):
+        assert rig.serve(tokens(1, 9), namespace, f"first{serial}").prefix_len == 0
+        rig.settle()
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    for serial, namespace in enumerate(NAMESPACES):
+        assert rig.serve(tokens(1, 9), namespace, f"again{serial}").prefix_len == 8
+        rig.settle()
+        rig.check()
+
+
+# ---- F14 found must mean readable -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["delete", "flip"])
+def test_f14_a_bad_page_ends_the_hit_before_it_and_is_gone(damage: str) -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8, storage_pages=64))
+    rig.serve(tokens(1, 13))
+    rig.settle()
+    node = next(rig.tiers.tree.nodes())
+    names = rig.tiers.tree.digests(node, rig.tiers.seed(b""))
+    third = names[2 * DIGEST_BYTES : 3 * DIGEST_BYTES]
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    assert rig.backend is not None
+    if damage == "delete":
+        rig.backend.delete([third])
+    else:
+        assert rig.backend.flip_byte(third)
+    admission = rig.serve(tokens(1, 13))
+    assert admission.prefix_len == 4
+    assert rig.backend.contains_prefix([third]) == 0 or damage == "flip"
+    rig.settle()
+    rig.check()
+
+
+def test_f14_an_error_of_the_backend_is_a_miss_and_later_ones_take_the_tier_out() -> None:
+    rig = stored(RigOptions())
+    assert rig.backend is not None and rig.tiers.storage is not None
+    for index in range(3):
+        rig.backend.fail_next_load = True
+        rig.cache.prefetch(f"p{index}", key(1, 13))
+        rig.settle()
+        assert rig.cache.prefetch_ready(f"p{index}")
+    assert rig.tiers.storage.degraded and rig.cache.stats().failures["load"] == 3
+    assert rig.serve(tokens(1, 13)).prefix_len == 0
+
+
+def test_f14_a_backend_that_raises_what_it_should_not_does_not_kill_its_worker() -> None:
+    class Rude(MemoryBackend):
+        def contains_prefix(self, keys: Sequence[bytes]) -> int:
+            raise ZeroDivisionError
+
+    layout = KVLayout(1, 1, 4, 2)
+    engine = StorageEngine(Rude(Rig().tiers.identity, 1 << 20), layout.page_size, 1 << 20, threads=1)
+    for _ in range(2):
+        ticket = engine.lookup(b"", np.arange(4, dtype=np.int32).tobytes())
+        assert ticket is not None and engine.wait_idle(30)
+        assert ticket.done and isinstance(ticket.error, ZeroDivisionError)
+    engine.close()
+
+
+# ---- F15 chains on storage ------------------------------------------------------------------
+
+
+def test_f15_cold_tails_written_back_under_a_hot_root_can_be_restored_as_whole_chains() -> None:
+    options = RigOptions(
+        device_pages=12, host_pages=6, storage_pages=200, host_write=WRITE_BACK, storage_write=WRITE_BACK
+    )
+    rig = Rig(options)
+    root = tokens(1, 6)
+    for tail in range(10):
+        rig.serve(root + tokens(50 + tail, 9), rid=f"r{tail}")
+        rig.settle()
+    backend = rig.backend
+    assert backend is not None
+    rig.cache._persist_all(0.0)
+    rig.settle()
+    rig.cache._persist_all(0.0)
+    rig.settle()
+    assert rig.cache.stats().dropped_pages.get("chain_cut", 0) == 0
+    for tail in range(10):
+        data = PrefixKey.of(root + tokens(50 + tail, 9)).data
+        assert backend.contains_prefix(page_digests(rig.tiers.seed(b""), data, 2)) == 7
+
+
+def test_f15_a_chain_whose_head_the_backend_lost_is_written_again_from_its_head() -> None:
+    rig = Rig(RigOptions(device_pages=20, host_pages=20, storage_pages=64))
+    rig.serve(tokens(1, 8))
+    rig.settle()
+    assert rig.backend is not None
+    rig.backend.clear()
+    rig.serve(tokens(1, 16), rid="longer")
+    rig.settle()  # the tail is refused: its head is gone
+    assert rig.cache.stats().storage_pages == 0
+    rig.serve(tokens(1, 20), rid="longest")
+    rig.settle()
+    assert rig.cache.stats().storage_pages == 10
+
+
+# ---- F17 flush ------------------------------------------------------------------------------
+
+
+def test_f17_busy_is_not_success_and_changes_nothing() -> None:
+    rig = Rig()
+    req = admitted(rig, 1, 8)
+    rig.finish(req)
+    second = admitted(rig, 1, 8, "second")
+    report = rig.cache.flush()
+    assert not report.flushed and "locks" in report.reason
+    rig.requests.abort(second)
+    rig.cache.end_step(None)
+    report = rig.cache.flush()  # the copies down are still in flight
+    assert not report.flushed and "in flight" in report.reason
+    assert rig.cache.match_prefix(key(1, 8)).device_len == 8
+
+
+def test_f17_after_a_flush_nothing_matches_on_any_tier() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8, storage_pages=64))
+    for first in range(4):
+        rig.serve(tokens(first, 11), rid=f"r{first}")
+        rig.settle()
+    assert rig.cache.flush().flushed
+    rig.settle()
+    assert not list(rig.tiers.tree.nodes()) and rig.cache.stats().storage_pages == 0
+    assert [rig.serve(tokens(first, 11), rid=f"s{first}").prefix_len for first in range(4)] == [0] * 4
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_f17_a_flush_of_one_tier_leaves_the_others(tier: Tier) -> None:
+    rig = Rig(RigOptions(device_pages=12, host_pages=12, storage_pages=64))
+    rig.serve(tokens(1, 9))
+    rig.settle()
+    assert rig.cache.flush([tier]).flushed
+    rig.check()
+    match = rig.cache.match_prefix(key(1, 8))
+    assert (match.device_len, match.host_hit_len) == ((0, 8) if tier is Tier.DEVICE else (8, 0))
+    assert rig.cache.stats().storage_pages == (0 if tier is Tier.STORAGE else 4)
+
+
+# ---- F19 whole pages ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+def test_f19_only_whole_pages_are_shared_and_one_token_is_left_to_compute(page_size: int) -> None:
+    for length in sorted({max(k * page_size + d, 1) for k in (1, 2, 3) for d in (-1, 0, 1)}):
+        rig = Rig(RigOptions(page_size=page_size, device_pages=8, host_pages=8, storage_pages=0))
+        rig.serve(tokens(1, length))
+        assert rig.serve(tokens(1, length), rid="again").device_len == (length - 1) // page_size * page_size
+        rig.settle()
+        rig.check()
+
+
+# ---- F22 bounded tables ---------------------------------------------------------------------
+
+
+def test_f22_thousands_of_cycles_at_a_constant_live_set_leave_every_table_at_its_baseline() -> None:
+    rig = Rig(RigOptions(device_pages=10, host_pages=10, storage_pages=20))
+    sizes = []
+    for cycle in range(1200):
+        rig.serve(tokens(cycle % 300, 7), b"tenant%d" % (cycle % 300), rid=f"r{cycle}")
+        if cycle % 50 == 49:
+            rig.settle()
+            tree = rig.tiers.tree
+            sizes.append((len(list(tree.nodes())), len(tree.roots), len(tree.fills)))
+            assert not rig.cache.in_flight and not rig.cache._ticket_of and not rig.requests._admitted
+    assert max(nodes for nodes, _, _ in sizes) <= 20 and max(roots for _, roots, _ in sizes) <= 20
+    assert max(fills for _, _, fills in sizes) == 0
+
+
+# ---- F29 preemption -------------------------------------------------------------------------
+
+
+def test_f29_a_request_retracted_after_its_first_chunk_owns_nothing_any_more() -> None:
+    rig = Rig(RigOptions(device_pages=10))
+    req = Request("r", tokens(1, 15))
+    assert rig.requests.admit(req) is not None
+    assert rig.requests.extend(req, 15)
+    rig.write_kv(req, 0, 7)
+    rig.requests.commit(req, 7)
+    rig.requests.cache_unfinished_req(req)
+    rig.requests.retract(req)
+    rig.settle()
+    rig.check()
+    assert rig.tiers.request_pages == 0 and rig.cache.protected_size() == 0
+    assert rig.cache.evictable_size() == 6  # three whole pages of seven tokens
+    assert rig.tiers.device_allocator.free_pages == 7
+
+
+def test_f29_two_requests_that_compute_the_same_prefix_keep_one_copy() -> None:
+    rig = Rig(RigOptions(device_pages=12, storage_pages=0))
+    one, two = Request("one", tokens(1, 9)), Request("two", tokens(1, 9))
+    for req in (one, two):
+        assert rig.requests.admit(req) is not None and rig.requests.extend(req, 9)
+    for req in (one, two):
+        rig.write_kv(req, 0, 9)
+        rig.requests.commit(req, 9)
+        rig.requests.cache_unfinished_req(req)
+        rig.check()
+    assert np.array_equal(rig.requests.pages(one)[:4], rig.requests.pages(two)[:4])
+    for req in (one, two):
+        rig.requests.cache_finished_req(req)
+    rig.settle()
+    rig.check()
+    assert rig.cache.evictable_size() == 8
+
+
+def test_f29_kv_that_is_not_written_is_not_committed() -> None:
+    rig = Rig()
+    req = Request("r", tokens(1, 6))
+    assert rig.requests.admit(req) is not None and rig.requests.extend(req, 4)
+    with pytest.raises(ProtocolError, match="cannot commit"):
+        rig.requests.commit(req, 6)
+    with pytest.raises(ProtocolError, match="admitted already"):
+        rig.requests.admit(req)
+
+
+def test_a_failing_store_ends_as_a_counted_drop() -> None:
+    rig = Rig(RigOptions(device_pages=6, host_pages=6, storage_pages=20, storage_write=WRITE_BACK))
+    assert rig.backend is not None
+    for index in range(6):
+        rig.backend.fail_next_store = True
+        rig.serve(tokens(index, 9), rid=f"r{index}")
+        rig.settle()
+    assert rig.tiers.counters.failures["store"] >= 1
+    assert sum(rig.tiers.counters.dropped_pages.values()) > 0
+    rig.check()
+
+
+def test_shed_stores_are_counted() -> None:
+    rig = Rig(RigOptions(device_pages=30, host_pages=6, storage_pages=64))
+    assert rig.engine is not None
+    rig.engine.queue_bytes = 1
+    for index in range(6):
+        rig.serve(tokens(index, 9), rid=f"r{index}")
+        rig.cache.end_step(None)
+        rig.drain_streams()
+        rig.cache.poll()
+    assert rig.engine.queued_bytes > 0
+    rig.settle()
+    rig.check()
+    with pytest.raises(StorageError):
+        rig.cache.close(0.0)
+        assert rig.backend is not None
+        rig.backend.usage()
