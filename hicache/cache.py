@@ -270,6 +270,7 @@ class HiCache:
         return device_use(self.tiers).protected * self.page_size
 
     def stats(self) -> CacheStats:
+        """A snapshot. Asks the storage backend for its usage, which may wait for a write: not for every step."""
         counters, storage = self.tiers.counters, self.tiers.storage
         usage = storage.engine.backend.usage() if storage is not None and not self._closed else None
         return CacheStats(
@@ -320,7 +321,8 @@ class HiCache:
         """Forget what `tiers` hold, all of them by default.
 
         Waits up to `timeout` seconds for copies in flight, so that none can bring flushed data back.
-        Refused, with nothing changed, while requests hold locks or copies are still in flight.
+        Refused, with nothing forgotten, while requests hold locks or copies are still in flight. Waiting
+        prefetches end either way.
         """
         named = set(tiers)
         if any(node.lock_ref for node in self.tiers.tree.nodes()):
@@ -369,21 +371,26 @@ class HiCache:
             self.tiers.host.pool.close()
 
     def _persist_all(self, timeout: float) -> None:
-        """Store whatever is in memory and not on storage yet, parents first, as far as the host has room."""
-        for node in list(self.tiers.tree.nodes()):
-            host, storage = self.tiers.usable_host, self.tiers.usable_storage
-            if host is None or storage is None:
-                return
-            alone = node.residency.on_device and node.residency[Tier.HOST] is ABSENT
-            if alone and page_count(node) <= host.pool.allocator.free_pages:
-                self._demotion.stage_backup([node])
-        self.drain(timeout)
-        for node in list(self.tiers.tree.nodes()):
-            if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
-                self._demotion.persist([node], evict=False)
-                if self.tiers.storage is not None and self.tiers.storage.engine.queued_bytes > _CLOSING_BYTES:
-                    self.drain(timeout)
-        self.drain(timeout)
+        """Store whatever is in memory and not on storage yet, parents first, in as many rounds as the host needs."""
+        left, before = self._unstored_pages(), -1
+        while left and left != before and self.tiers.usable_host is not None and self.tiers.usable_storage is not None:
+            for node in list(self.tiers.tree.nodes()):
+                if node.residency.on_device and node.residency[Tier.HOST] is ABSENT and not node.residency.on_storage:
+                    self._demotion.stage_backup([node])
+            self.drain(timeout)
+            for node in list(self.tiers.tree.nodes()):
+                if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
+                    self._store_at_close(node, timeout)
+            self.drain(timeout)
+            left, before = self._unstored_pages(), left
+
+    def _store_at_close(self, node: Node, timeout: float) -> None:
+        self._demotion.persist([node], evict=False)
+        if self.tiers.storage is not None and self.tiers.storage.engine.queued_bytes > _CLOSING_BYTES:
+            self.drain(timeout)
+
+    def _unstored_pages(self) -> int:
+        return sum(page_count(node) for node in self.tiers.tree.nodes() if not node.residency.on_storage)
 
 
 T = TypeVar("T")

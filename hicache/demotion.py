@@ -5,9 +5,11 @@
 | device       | on the host                      | dropped: demoted                                         |
 | device       | nowhere else, worth a copy       | backed up first; dropped when the copy is acknowledged   |
 | device       | nowhere else, not worth a copy   | discarded                                                |
+| device       | nowhere else, host full for good | discarded                                                |
 | host, mirror | on the device                    | stored first if storage takes it, then reclaimed         |
 | host, leaf   | on storage                       | dropped: demoted                                         |
 | host, leaf   | nowhere else                     | stored first; dropped when the write is acknowledged     |
+| host, leaf   | refused by storage, or none      | discarded                                                |
 
 No call waits for a copy. A call that could only start copies reports that there is no room yet;
 the caller tries again after the next poll.
@@ -117,8 +119,8 @@ class Demotion:
         if reason is None:
             if self.stage_backup([node], evict=True):
                 return True
-            if self._leaving_host:
-                return False  # host pages are on their way to storage: wait for them
+            if self.in_flight:
+                return False  # what is on its way to or from the host makes room there when it lands
             reason = DropReason.HOST_FULL
         return self._discard_device(node, reason)
 

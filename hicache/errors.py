@@ -1,17 +1,17 @@
 """Every error hicache raises on purpose.
 
-    HiCacheError
-    ├── BadInput               the caller's input; one line with the place and the mend (CLI: exit 2)
-    │   ├── ConfigError        YAML, units, tier order, sizes
-    │   ├── TraceError         a malformed trace line, with its number
-    │   └── StoreIdentityError a store written for another model, dtype, layout or format
-    ├── ProtocolError          a caller broke the cache's contract (double release, illegal transition): a bug
-    ├── IntegrityError         an invariant does not hold, or a wrong byte was found: a bug
-    ├── CapacityError          memory that was asked for is not to be had
-    ├── TransferError          a copy on a stream failed; its destination pages hold nothing usable
-    └── StorageError           a storage backend failed
-        ├── StoreCorruptError      index or data cannot be trusted
-        └── StoreUnavailableError  disk full, read-only, closed, gone
+HiCacheError
+├── BadInput               the caller's input; one line with the place and the mend (CLI: exit 2)
+│   ├── ConfigError        YAML, units, tier order, sizes
+│   ├── TraceError         a malformed trace line, with its number
+│   └── StoreIdentityError a store written for another model, dtype, layout or format
+├── ProtocolError          a caller broke the cache's contract (double release, illegal transition): a bug
+├── IntegrityError         an invariant does not hold, or a wrong byte was found: a bug
+├── CapacityError          memory that was asked for is not to be had
+├── TransferError          a copy on a stream failed; its destination pages hold nothing usable
+└── StorageError           a storage backend failed
+    ├── StoreCorruptError      index or data cannot be trusted
+    └── StoreUnavailableError  disk full, read-only, closed, gone
 """
 
 from __future__ import annotations

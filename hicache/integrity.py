@@ -26,9 +26,7 @@ def host_use(tiers: Tiers) -> TierUse | None:
         return None
     allocator = tiers.host.pool.allocator
     evictable, protected, in_flight = _shares(tiers.tree.ledger, Tier.HOST)
-    return TierUse(
-        allocator.num_pages, allocator.free_pages, evictable, protected, in_flight + tiers.staged_host_pages
-    )
+    return TierUse(allocator.num_pages, allocator.free_pages, evictable, protected, in_flight + tiers.staged_host_pages)
 
 
 def _shares(ledger: Ledger, tier: Tier) -> tuple[int, int, int]:

@@ -33,7 +33,6 @@ class DropReason(str, Enum):
     NO_LOWER_TIER = "no_lower_tier"
     HOST_FULL = "host_full"
     WRITE_POLICY = "write_policy"  # write_through_selective: too few hits to be worth a copy
-    COPY_FAILED = "copy_failed"
     STORAGE_FAILED = "storage_failed"
     STORAGE_SHED = "storage_shed"  # the store queue was full
     NOT_ADMITTED = "not_admitted"

@@ -23,7 +23,7 @@ from hicache.sim.report import format_bytes, to_json, to_table
 from hicache.sim.result import ReplayResult
 from hicache.sim.workload import TraceRequest
 
-WORKLOAD = ChatWorkload(conversations=64, tool_tokens=2048, context_tokens=8192, start_gap_ms=500.0, think_ms=20_000.0)
+WORKLOAD = ChatWorkload(conversations=128, tool_tokens=2048, context_tokens=8192, start_gap_ms=500.0, think_ms=20_000.0)
 RESTART_REQUESTS = 60
 """The last requests of the workload, replayed after the restart: what was used last is kept longest."""
 

@@ -121,5 +121,3 @@ def _require(holds: bool, what: str, node: Node) -> None:
         raise IntegrityError(
             f"{what}: node of {page_count(node)} pages, {states}, lock_ref {node.lock_ref}, tick {node.tick}"
         )
-
-
