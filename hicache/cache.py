@@ -256,7 +256,12 @@ class HiCache:
         """True once the request may run; with a policy that waits, that is at its deadline at the latest."""
         return self._prefetcher.ready(rid)
 
+    def claim_prefetch(self, rid: str) -> None:
+        """The request was admitted: what was prefetched for it no longer counts as waiting."""
+        self._prefetcher.claim(rid)
+
     def cancel_prefetch(self, rid: str) -> None:
+        """The request will not run."""
         self._prefetcher.end(rid)
 
     # ---- state ------------------------------------------------------------------------------

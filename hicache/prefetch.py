@@ -4,7 +4,8 @@
        '---no hits, no room, error------------------------------^
 
 Pages stage outside the tree until they are read and verified: what the tree holds is readable. A
-miss costs no page; a request never waits beyond its deadline, whatever storage does.
+miss costs no page; a request never waits beyond its deadline, whatever storage does. What has arrived
+and waits for its request is bounded to half the host, so that prefetches do not push each other out.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Prefetcher:
         self._policy = policy
         self._active: dict[str, Prefetch] = {}
         self._leaders: dict[bytes, Prefetch] = {}
+        self._unclaimed: dict[str, int] = {}  # request -> pages that have arrived for it and it has not used yet
         self._draining: list[tuple[ReadTicket, PageIndices]] = []  # ended reads whose last batch is still running
 
     def start(self, rid: str, key: PrefixKey) -> None:
@@ -133,6 +135,8 @@ class Prefetcher:
             self._begin_read(op, op.lookup)
 
     def _begin_read(self, op: Prefetch, lookup: LookupTicket) -> None:
+        if lookup.hits >= self._policy.min_pages and self._crowded(lookup.hits):
+            return
         self._tally(lookup.error)
         host, storage = self._tiers.usable_host, self._tiers.usable_storage
         if lookup.hits < self._policy.min_pages or host is None or storage is None:
@@ -151,6 +155,16 @@ class Prefetcher:
             return
         op.read, op.pages = read, pages
         self._tiers.staged_host_pages += len(pages)
+
+    def _crowded(self, hits: int) -> bool:
+        """Would these pages push out what earlier prefetches brought for requests that still wait?"""
+        host = self._tiers.host
+        held = self._tiers.staged_host_pages + sum(self._unclaimed.values())
+        return host is not None and held > 0 and held + hits > host.pool.num_pages // 2
+
+    def claim(self, rid: str) -> None:
+        """The request runs: what arrived for it is in its hands."""
+        self._unclaimed.pop(rid, None)
 
     def ready(self, rid: str) -> bool:
         """May the request run now? Ends its prefetch if its time is up."""
@@ -174,10 +188,12 @@ class Prefetcher:
         op = self._active.get(rid)
         if op is not None:
             self._end(op, "cancelled")
+        self.claim(rid)
 
     def end_all(self) -> None:
         for rid in list(self._active):
             self.end(rid)
+        self._unclaimed.clear()
 
     def _end(self, op: Prefetch, how: str) -> None:
         if op.read is not None:
@@ -191,6 +207,7 @@ class Prefetcher:
         tiers.staged_host_pages -= arrived
         tiers.counters.moved_bytes[STORAGE_HOST] += arrived * tiers.device_pool.layout.page_stride
         if arrived:
+            self._unclaimed[op.rid] = self._unclaimed.get(op.rid, 0) + arrived
             tiers.free_host(tiers.tree.insert_host(op.key, op.first_page, op.pages[:arrived]))
         rest = op.pages[arrived:]
         if not self._drained(read, rest):
@@ -221,4 +238,11 @@ class Prefetcher:
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._active or self._draining)
+        """Is anything under way? A prefetch that waits for others to be claimed is not."""
+        return bool(self._draining) or any(_moves(op) for op in self._active.values())
+
+
+def _moves(op: Prefetch) -> bool:
+    if op.leader is not None:
+        return _moves(op.leader) or op.leader.ended
+    return op.read is not None or (op.lookup is not None and not op.lookup.done)

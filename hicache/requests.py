@@ -95,6 +95,7 @@ class RequestManager:
         req.num_shared = req.num_pages = len(pages)
         req.kv_committed_len = len(pages) * self.cache.page_size
         self._admitted[req.rid] = req
+        self.cache.claim_prefetch(req.rid)
         self._count(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, req)
         return Admission(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, load.tickets)
 

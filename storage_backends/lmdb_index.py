@@ -9,9 +9,9 @@
     meta       "state" → IndexState, "identity" → JSON
 
 Three rules keep every call cheap. A page's parent is always stored, so presence along a chain is
-monotone and found by bisection. Only the deepest page of an access is stamped; when a page becomes
-childless it inherits the stamp of the child that left, because whoever used the child used the
-parent. Stamps are unique and grow, so the order is appended to.
+monotone and found by bisection. Only the deepest page of an access is stamped; a page inherits the
+stamp of a child that leaves, because whoever used the child used the parent. Stamps are unique and
+grow, so the order is appended to.
 """
 
 from __future__ import annotations
@@ -160,17 +160,17 @@ class IndexWriter(IndexView):
             return []
         if record.parent is not None:
             self._unlink(record.parent, key)
-        locations = []
+        removed = []
         doomed = [key]
         for each in doomed:
             below = list(self._children(each))
             for child in below:
                 self._unlink(each, child)
             doomed.extend(below)
-            locations.extend(self._pop(each))
+            removed.extend(self._pop(each))
         if record.parent is not None:
-            self._join_order(record.parent, record.stamp)  # last: the parent may take over a removed page's stamp
-        return locations
+            self._child_left(record.parent, max(gone.stamp for gone in removed))
+        return [gone.location for gone in removed]
 
     def clear(self) -> int:
         """Remove every page; returns how many. The generation moves on."""
@@ -194,16 +194,16 @@ class IndexWriter(IndexView):
             record = self.record(key)
             last = len(eviction.locations) >= eviction.wanted or key in eviction.keep
             if last or record is None or record.stamp > stamp or self._has_children(key):
-                self._join_order(key, stamp)
+                self._child_left(key, stamp)
                 return
 
-    def _pop(self, key: bytes) -> list[int]:
+    def _pop(self, key: bytes) -> list[PageRecord]:
         record = self.record(key)
         if record is None:
             return []
         self.txn.delete(key, db=self.databases.pages)
         self._leave_order(record.stamp)
-        return [record.location]
+        return [record]
 
     def _unlink(self, parent: bytes, child: bytes) -> None:
         self.txn.delete(parent + child, db=self.databases.children)
@@ -218,15 +218,16 @@ class IndexWriter(IndexView):
     def _has_children(self, key: bytes) -> bool:
         return self._family.set_range(key) and self._family.key().startswith(key)
 
-    def _join_order(self, key: bytes, stamp: int) -> None:
-        """Make a page evictable if it has no children left, as recently used as the child that left."""
+    def _child_left(self, key: bytes, stamp: int) -> None:
+        """A page is as recently used as the child that left, and evictable if that was its last."""
         record = self.record(key)
-        if record is None or self._has_children(key):
+        if record is None:
             return
         if stamp > record.stamp:
             record = record._replace(stamp=stamp)
             self.txn.put(key, record.pack(), db=self.databases.pages)
-        self.txn.put(_STAMP.pack(record.stamp), key, db=self.databases.order)
+        if not self._has_children(key):
+            self.txn.put(_STAMP.pack(record.stamp), key, db=self.databases.order)
 
     def _leave_order(self, stamp: int) -> bool:
         """True if the page with this stamp was in the order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from hypothesis import settings
@@ -75,6 +76,14 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert allowed, f"{action} of {tier.name} was accepted"
             model.apply(action, tier)
 
+    @rule(seed=st.integers(0, 2**32))
+    def burst(self, seed: int) -> None:
+        """Thirty random actions: depth that single rules rarely reach."""
+        rng = random.Random(seed)
+        for _ in range(30):
+            self.act(rng.randrange(4), rng.choice(ACTIONS), rng.choice(list(Tier)))
+            self.agrees()
+
     @rule(index=st.integers(0, 3))
     def split(self, index: int) -> None:
         if len(self.halves) < 4:
@@ -92,7 +101,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 def test_residency_is_the_model() -> None:
     REACHED.clear()
-    run_state_machine_as_test(ResidencyMachine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(ResidencyMachine, settings=settings(max_examples=60, stateful_step_count=20))
     missing = [
         (action, tier.name, allowed)
         for action in ACTIONS

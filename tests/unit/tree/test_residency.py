@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -12,6 +12,7 @@ from hicache.tree.residency import ABSENT, FILLING, RESIDENT, SOURCE, CopyState,
 from hicache.types import Tier
 
 ALL_STATES: list[States] = list(product(CopyState, repeat=3))
+CASES: list[tuple[States, Tier]] = list(product(ALL_STATES, Tier))
 
 
 def residency(states: States, pins: int = 0) -> Residency:
@@ -32,10 +33,6 @@ def replaced(states: States, tier: Tier, state: CopyState) -> States:
     return (changed[0], changed[1], changed[2])
 
 
-def cases() -> Iterator[tuple[States, Tier]]:
-    yield from product(ALL_STATES, Tier)
-
-
 def check(
     states: States, tier: Tier, act: Callable[[Residency], None], after: CopyState | None, pin_change: tuple[Tier, int]
 ) -> None:
@@ -53,37 +50,37 @@ def check(
     assert snapshot(node) == (replaced(states, tier, after), pins)
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_adopt_needs_an_absent_copy(states: States, tier: Tier) -> None:
     after = RESIDENT if states[tier] is ABSENT else None
     check(states, tier, lambda node: node.adopt(tier), after, (tier, 0))
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_begin_fill_needs_an_absent_copy_and_a_readable_source(states: States, tier: Tier) -> None:
     legal = states[tier] is ABSENT and states[SOURCE[tier]] is RESIDENT
     check(states, tier, lambda node: node.begin_fill(tier), FILLING if legal else None, (SOURCE[tier], 1))
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_commit_fill_ends_a_fill_and_its_pin(states: States, tier: Tier) -> None:
     after = RESIDENT if states[tier] is FILLING else None
     check(states, tier, lambda node: node.commit_fill(tier), after, (SOURCE[tier], -1))
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_abort_fill_ends_a_fill_and_its_pin(states: States, tier: Tier) -> None:
     after = ABSENT if states[tier] is FILLING else None
     check(states, tier, lambda node: node.abort_fill(tier), after, (SOURCE[tier], -1))
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_pin_needs_a_readable_copy(states: States, tier: Tier) -> None:
     after = RESIDENT if states[tier] is RESIDENT else None
     check(states, tier, lambda node: node.pin(tier), after, (tier, 1))
 
 
-@pytest.mark.parametrize(("states", "tier"), cases())
+@pytest.mark.parametrize(("states", "tier"), CASES)
 def test_drop_needs_a_readable_copy_that_nothing_reads(states: States, tier: Tier) -> None:
     read = any(states[above] is FILLING for above, source in SOURCE.items() if source is tier)
     legal = states[tier] is RESIDENT and not read
