@@ -6,7 +6,7 @@ from hicache.cache import HiCache
 from hicache.config.machine import check_machine
 from hicache.config.models import CacheConfig
 from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator, resolve_device
-from hicache.errors import ConfigError
+from hicache.errors import BadInput, ConfigError, StoreUnavailableError
 from hicache.host_pool.pool import HostPool
 from hicache.kernels.dispatch import select_kernels
 from hicache.policies.write import WritePolicy
@@ -64,7 +64,9 @@ def _storage(config: CacheConfig) -> StorageTier | None:
         backend = create(
             section.backend, BackendSpec(config.identity(), capacity.budget_bytes, section.folder, options)
         )
-    except ConfigError as error:
+    except BadInput as error:
+        raise type(error)(f"{config.where('tiers', index, field)}: {error}") from error
+    except StoreUnavailableError as error:
         raise ConfigError(f"{config.where('tiers', index, field)}: {error}") from error
     engine = StorageEngine(backend, config.page_size, config.queue_bytes(), section.threads)
     return StorageTier(engine, WritePolicy(section.write))

@@ -20,10 +20,10 @@ def check_machine(config: CacheConfig, device: str | None = None) -> None:
 
 
 def host_memory_bytes(config: CacheConfig, device: str) -> int:
-    """Bytes of machine memory that all pools of all local ranks take; a cpu device pool counts too."""
+    """Bytes of machine memory that all pools of all local ranks take; a device pool that may be on the CPU counts."""
     host = config.capacity(Tier.HOST)
     pools = [host] if host else []
-    if device == "cpu" and (on_cpu := config.capacity(Tier.DEVICE)):
+    if device in ("cpu", "auto") and (on_cpu := config.capacity(Tier.DEVICE)):
         pools.append(on_cpu)
     ranks = config.host.local_ranks if config.host else 1
     return ranks * sum(pool.nbytes for pool in pools)

@@ -58,7 +58,7 @@ class ModelSection(Section):
     """Whose KV is cached. The geometry may be left out for a model of `KNOWN_MODELS`.
 
     `kv_heads` is the model's, as in its config.json: tensor parallelism divides it. `layers` is what this
-    pipeline stage holds, starting at `first_layer`. All fields but the geometry separate stores on disk.
+    pipeline stage holds, starting at `first_layer`. All fields separate stores on disk.
     """
 
     name: Word

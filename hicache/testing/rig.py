@@ -84,7 +84,7 @@ class _Planes:
 class Rig:
     """The cache under test with its hands and eyes: `step` and `settle` move copies, `check` looks at every byte."""
 
-    def __init__(self, options: RigOptions = RigOptions()) -> None:  # noqa: B008 - immutable
+    def __init__(self, options: RigOptions = RigOptions()) -> None:
         self.layout = KVLayout(2, 1, 4, options.page_size)
         self.now = 0.0
         self.d2h, self.h2d = SteppedStream("d2h"), SteppedStream("h2d")
@@ -200,7 +200,7 @@ class Rig:
         for index in range(len(node.key) // self.tiers.tree.page_bytes):
             digest = names[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
             page = np.empty((1, self.layout.page_stride), np.uint8)
-            if MemoryBackend.read_into(self.backend, [digest], [memoryview(page[0])]):  # type: ignore[arg-type]
+            if MemoryBackend.read_into(self.backend, [digest], [memoryview(page[0])]):
                 end = len(prefix) - len(node.key) + (index + 1) * self.tiers.tree.page_bytes
                 self._check("storage", self._planes(page), np.zeros(1, np.int32), prefix[:end], namespace)
 

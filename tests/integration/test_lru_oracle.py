@@ -36,7 +36,7 @@ class Turn:
 
 
 def lru_hit_tokens(turns: Iterable[Turn], capacity: int, block: int) -> int:
-    """Tokens hit by an LRU over whole blocks, one request at a time; a request's later blocks go before its earlier ones."""
+    """Tokens hit by an LRU over whole blocks, one request at a time; of a request, the later blocks go first."""
     cached: OrderedDict[int, None] = OrderedDict()
     hit_tokens = 0
     for turn in turns:

@@ -30,6 +30,7 @@ PROMPTS = st.builds(
     lambda stem, cut, tail: stem[:cut] + tail, st.sampled_from(STEMS), st.integers(7, 13), st.sampled_from(TAILS)
 )
 PICK = st.integers(0, 5)
+STREAMS = ("compute", "d2h", "h2d", "storage")
 
 
 @dataclass
@@ -209,7 +210,7 @@ class HiCacheMachine(RuleBasedStateMachine):
 
     # ---- the world --------------------------------------------------------------------------
 
-    @rule(which=st.sampled_from(["compute", "d2h", "h2d", "storage"]), times=st.integers(1, 12))
+    @rule(which=st.sampled_from(STREAMS), times=st.integers(1, 12))
     def run(self, which: str, times: int) -> None:
         for _ in range(times):
             if which == "storage":
@@ -242,7 +243,6 @@ class HiCacheMachine(RuleBasedStateMachine):
         for _ in range(30):
             stem, tail = rng.choice(STEMS), rng.choice(TAILS)
             tokens, index = stem[: rng.randint(7, 13)] + tail, rng.randrange(6)
-            streams = ("compute", "d2h", "h2d", "storage")
             moves = (
                 (6, lambda tokens=tokens: self.serve(tokens, rng.choice([b"", b"", b"other"]), rng.random() < 0.8)),
                 (2, lambda tokens=tokens: self.enqueue(tokens, b"")),
@@ -252,7 +252,7 @@ class HiCacheMachine(RuleBasedStateMachine):
                 (4, lambda index=index: self.leave(index, rng.choice(["finish", "finish", "retract", "abort"]))),
                 (2, lambda index=index: self.give_up_waiting(index)),
                 (8, lambda: self.step(rng.random() < 0.7, rng.random() < 0.7)),
-                (10, lambda: self.run(rng.choice(streams), rng.randint(1, 12))),
+                (10, lambda: self.run(rng.choice(STREAMS), rng.randint(1, 12))),
                 (1, lambda: self.settle()),
                 (1, lambda: self.wait(0.4)),
                 (1, lambda: self.fail_next(rng.choice(["d2h", "h2d", "load", "store"]))),
@@ -288,9 +288,9 @@ REACHED: Counter[str] = Counter()
 """In how many examples each thing happened at least once."""
 
 MUST_REACH = (
-    ("device_host", "host_storage", "device", "host", "storage")  # demotions and hits
-    + ("complete", "cut_short", "cancelled", "miss")  # prefetches
-    + ("copy", "store", "load", "host_full", "storage_failed")  # failures and drops
+    *("device_host", "host_storage", "device", "host", "storage"),  # demotions and hits
+    *("complete", "cut_short", "cancelled", "miss"),  # prefetches
+    *("copy", "store", "load", "host_full", "storage_failed"),  # failures and drops
 )
 
 

@@ -27,9 +27,7 @@ def test_the_dtype_scales_a_plane(dtype: str, size: int) -> None:
     assert KVLayout(1, 2, 4, 8, dtype).plane_bytes == 64 * size
 
 
-@pytest.mark.parametrize(
-    ("value", "rounded"), [(0, 0), (1, 4096), (4095, 4096), (4096, 4096), (4097, 8192)]
-)
+@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 4096), (4095, 4096), (4096, 4096), (4097, 8192)])
 def test_strides_are_rounded_up(value: int, rounded: int) -> None:
     assert round_up(value, HOST_ALIGNMENT) == rounded
 
@@ -63,8 +61,6 @@ def test_sizes_are_at_least_one(index: int, value: int) -> None:
         (2, 16, "float16", "mla", "num_kv_heads is 2, an mla layout has exactly 1"),
     ],
 )
-def test_other_wrong_layouts_are_named(
-    heads: int, page_size: int, dtype: str, kind: LayoutKind, message: str
-) -> None:
+def test_other_wrong_layouts_are_named(heads: int, page_size: int, dtype: str, kind: LayoutKind, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KVLayout(1, heads, 4, page_size, dtype, kind)
