@@ -127,12 +127,16 @@ class _LazyHeap(Generic[E]):
         self._serial += 1
         self._live[entry] = self._serial
         heapq.heappush(self._heap, (rank, self._serial, entry))
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [item for item in self._heap if self._live.get(item[2]) == item[1]]
-            heapq.heapify(self._heap)
+        self._compact()
 
     def remove(self, entry: E) -> None:
         del self._live[entry]
+        self._compact()
+
+    def _compact(self) -> None:
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [item for item in self._heap if self._live.get(item[2]) == item[1]]
+            heapq.heapify(self._heap)
 
     def first(self) -> tuple[int, E] | None:
         while self._heap:
@@ -182,7 +186,7 @@ class Bucketed(EvictionOrder[E]):
     def __init__(self, bucket: Callable[[EntryView], int]) -> None:
         self._bucket = bucket
         self._queues: dict[int, Recency[E]] = {}
-        self._numbers: list[int] = []  # heap of the buckets in _queues
+        self._numbers: list[int] = []  # heap of at least the buckets in _queues
         self._where: dict[E, int] = {}
 
     def add(self, entry: E) -> None:
@@ -194,7 +198,13 @@ class Bucketed(EvictionOrder[E]):
         queue.add(entry)
 
     def discard(self, entry: E) -> None:
-        self._queues[self._where.pop(entry)].discard(entry)
+        number = self._where.pop(entry)
+        queue = self._queues[number]
+        queue.discard(entry)
+        if not len(queue):
+            del self._queues[number]
+            if len(self._numbers) > 2 * len(self._queues) + 64:
+                self._numbers = sorted(self._queues)  # a sorted list is a heap
 
     def touch(self, entry: E) -> None:
         self.discard(entry)
@@ -202,10 +212,10 @@ class Bucketed(EvictionOrder[E]):
 
     def first(self) -> E | None:
         while self._numbers:
-            queue = self._queues[self._numbers[0]]
-            if len(queue):
+            queue = self._queues.get(self._numbers[0])
+            if queue is not None:
                 return queue.first()
-            del self._queues[heapq.heappop(self._numbers)]
+            heapq.heappop(self._numbers)
         return None
 
     def __contains__(self, entry: object) -> bool:
@@ -218,8 +228,8 @@ class Bucketed(EvictionOrder[E]):
 class Segmented(EvictionOrder[E]):
     """Segmented LRU (Karedla et al., 1994): a hit promotes to the protected segment.
 
-    The protected segment holds at most `protected_share` of the entries; what it overflows gets
-    another round at the recent end of the probation segment.
+    After every addition the protected segment holds at most `protected_share` of the entries; what
+    it overflows gets another round at the recent end of the probation segment.
     """
 
     def __init__(self, protected_share: float = 0.8) -> None:

@@ -194,6 +194,7 @@ class RadixTree:
             leaf = self._add_child(path[-1] if path else root, data[matched:])
             self._adopt_host(leaf, host_pages[matched // self.page_bytes - first_page :].copy())
             leaf.from_storage = True
+        self._prune_root(root)
         return np.concatenate(spare) if spare else no_pages()
 
     def _add_child(self, parent: Node, key: bytes) -> Node:

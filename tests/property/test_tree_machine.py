@@ -30,11 +30,33 @@ POOL_PAGES = {Tier.DEVICE: 40, Tier.HOST: 32}
 REACHED: Counter[str] = Counter()
 
 MUST_REACH = (
-    ("insert", "duplicates", "adopted_demoted", "insert_stopped_at_fill", "namespace", "partial_match")
-    + ("split_device_fill", "split_host_fill", "split_storage_fill", "split_lock")
-    + ("commit_device", "commit_host", "commit_storage", "abort_device", "abort_host", "doomed", "doomed_refused")
-    + ("partial_store", "evict_device", "demote", "evict_host_leaf", "evict_mirror", "refused_drop")
-    + ("insert_host", "insert_host_spare", "insert_host_vanished", "merged")
+    "insert",
+    "duplicates",
+    "adopted_demoted",
+    "insert_stopped_at_fill",
+    "namespace",
+    "partial_match",
+    "split_device_fill",
+    "split_host_fill",
+    "split_storage_fill",
+    "split_lock",
+    "commit_device",
+    "commit_host",
+    "commit_storage",
+    "abort_device",
+    "abort_host",
+    "doomed",
+    "doomed_refused",
+    "partial_store",
+    "evict_device",
+    "demote",
+    "evict_host_leaf",
+    "evict_mirror",
+    "refused_drop",
+    "insert_host",
+    "insert_host_spare",
+    "insert_host_vanished",
+    "merged",
 )
 
 

@@ -50,7 +50,7 @@ def test_sizes_are_at_least_one(index: int, value: int) -> None:
     sizes[index] = value
     name = ("num_layers", "num_kv_heads", "head_dim", "page_size")[index]
     with pytest.raises(ConfigError, match=f"{name} is {value}, it must be at least 1"):
-        KVLayout(*sizes)
+        KVLayout(sizes[0], sizes[1], sizes[2], sizes[3])
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,6 @@ def test_memory_follows_the_live_entries(name: str) -> None:
     assert churn(eviction_order(name), 5_000, look=True) < BOUND
 
 
-EMPTY_BUCKETS_STAY = pytest.mark.xfail(reason="lfu keeps an empty bucket per hit count until first() is called")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=EMPTY_BUCKETS_STAY if name == "lfu" else ()) for name in EVICTION_POLICIES]
-)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_memory_follows_the_live_entries_when_nothing_is_evicted(name: str) -> None:
     assert churn(eviction_order(name), 5_000, look=False) < BOUND

@@ -298,7 +298,6 @@ def test_an_empty_insertion_makes_no_root() -> None:
     assert result.node is None and not tree.roots
 
 
-@pytest.mark.xfail(reason="insert_host without pages leaves an empty root", strict=True)
 def test_an_empty_host_insertion_makes_no_root() -> None:
     tree = RadixTree(2)
     tree.insert_host(PrefixKey.of([1, 2]), 0, no_pages())

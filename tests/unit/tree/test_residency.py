@@ -11,7 +11,7 @@ from hicache.errors import ProtocolError
 from hicache.tree.residency import ABSENT, FILLING, RESIDENT, SOURCE, CopyState, Residency, States
 from hicache.types import Tier
 
-ALL_STATES: list[States] = list(product(CopyState, repeat=3))
+ALL_STATES: list[States] = list(product(CopyState, CopyState, CopyState))
 CASES: list[tuple[States, Tier]] = list(product(ALL_STATES, Tier))
 
 
