@@ -24,7 +24,7 @@ from hicache.transfer.tickets import CopyTicket, LoadTicket
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
 from hicache.tree.residency import ABSENT
-from hicache.types import DropReason, PageIndices, PrefixKey, Tier
+from hicache.types import DropReason, PageIndices, PrefixKey, Tier, no_pages
 
 CommitBarrier = Callable[[list[int]], list[int]]
 """Makes ranks agree on how many completions to commit: element-wise minimum over ranks of what each has ready."""
@@ -42,7 +42,7 @@ class LoadBack:
     storage_tokens: int  # of `tokens`, those that a prefetch brought from storage
     tickets: Sequence[LoadTicket]
     receipt: LockReceipt
-    path: Sequence[Node]
+    pages: PageIndices  # on the device, of the whole prefix, those that are still arriving too
 
 
 @dataclass(frozen=True)
@@ -110,25 +110,25 @@ class HiCache:
         """
         tree = self.tiers.tree
         guard = self.lock(match)
-        path, to_load, tickets = self._loadable(match)
+        last, to_load, tickets = self._loadable(match)
         tree.pin_host(to_load, 1)
         count = sum(page_count(node) for node in to_load)
-        room = self._demotion.make_device_room(count)
+        room = self._demotion.make_device_room(count)  # may cut nodes of the path, but not those that are pinned
         tree.pin_host(to_load, -1)
         if not room:
             tree.unlock(guard)
             return None
-        tokens = sum(page_count(node) for node in path[match.device_nodes :]) * self.page_size
         from_storage = sum(page_count(node) for node in to_load if node.from_storage) * self.page_size
         if to_load:
             tickets.append(self._load(to_load, count))
-        receipt = tree.lock(path[-1] if path else None)
+        receipt = tree.lock(last)
         tree.unlock(guard)
-        return LoadBack(tokens, from_storage, tickets, receipt, path)
+        pages = device_table(last)
+        return LoadBack(len(pages) * self.page_size - match.device_len, from_storage, tickets, receipt, pages)
 
-    def _loadable(self, match: PrefixMatch) -> tuple[list[Node], list[Node], list[LoadTicket]]:
-        """The usable path of a match, its nodes to load, and the loads under way to wait for."""
-        path, to_load, tickets = list(match.path[: match.device_nodes]), list[Node](), list[LoadTicket]()
+    def _loadable(self, match: PrefixMatch) -> tuple[Node | None, list[Node], list[LoadTicket]]:
+        """The last usable node of a match, its nodes to load, and the loads under way to wait for."""
+        last, to_load, tickets = match.last_device_node, list[Node](), list[LoadTicket]()
         for node in match.path[match.device_nodes :]:
             if node.residency[Tier.DEVICE] is ABSENT:
                 to_load.append(node)
@@ -138,8 +138,8 @@ class HiCache:
                     break
                 if self._ticket_of[fill] not in tickets:
                     tickets.append(self._ticket_of[fill])
-            path.append(node)
-        return path, to_load, tickets
+            last = node
+        return last, to_load, tickets
 
     def _load(self, nodes: Sequence[Node], count: int) -> LoadTicket:
         host = self.tiers.host
@@ -157,6 +157,8 @@ class HiCache:
         """Give computed pages to the tree and free the duplicates; see RadixTree.insert.
 
         The pages must have come from `alloc_pages`. Those that the tree did not take stay the caller's.
+        Making room for host copies may cut nodes: take `device_table(result.node)` for the pages, and
+        not the nodes of the result.
         """
         result = self.tiers.tree.insert(key, pages, owned_from, priority)
         adopted = sum(page_count(node) for node in result.adopted)
@@ -402,6 +404,11 @@ T = TypeVar("T")
 
 _DRAIN_INTERVAL = 0.0002
 _CLOSING_BYTES = 64 << 20
+
+
+def device_table(node: Node | None) -> PageIndices:
+    """Device pages of the prefix that ends with `node`, from the root down."""
+    return joined([step.device_pages for step in node.path()]) if node is not None else no_pages()
 
 
 def _leading(queue: deque[T], ready: Callable[[T], bool]) -> int:

@@ -35,9 +35,7 @@ from hicache.tree.residency import ABSENT
 from hicache.types import DropReason, PageIndices, Tier
 
 _FRAGMENTS = 8
-_FRAGMENT_TOKENS = 512
-"""A victim longer than needed is cut, but by no less than a fraction of it and this many tokens, so that it
-is not shredded into nodes of single pages."""
+"""A victim longer than needed is cut, but by no less than this fraction of it."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class Demotion:
     def _cut(self, node: Node, wanted: int) -> Node:
         """The tail of a victim that is longer than what is wanted; the tail keeps the node's identity."""
         count = page_count(node)
-        tail = max(wanted, count // _FRAGMENTS, _FRAGMENT_TOKENS // self.tiers.tree.page_size)
+        tail = max(wanted, count // _FRAGMENTS, self.tiers.fragment_tokens // self.tiers.tree.page_size, 1)
         if tail < count:
             self.tiers.tree.split(node, count - tail)
         return node

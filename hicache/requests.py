@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.cache import HiCache
+from hicache.cache import HiCache, device_table
 from hicache.device_pool import ReqToTokenPool
 from hicache.errors import ProtocolError
 from hicache.transfer.tickets import LoadTicket
-from hicache.tree.plans import LockReceipt, joined
+from hicache.tree.plans import LockReceipt
 from hicache.types import PageIndices, PrefixKey, TokenIds
 
 
@@ -89,11 +89,10 @@ class RequestManager:
         if load is None:
             self.req_to_token_pool.free(row)
             return None
-        pages = joined([node.device_pages for node in load.path])
-        self.req_to_token_pool.write(row, 0, pages)
+        self.req_to_token_pool.write(row, 0, load.pages)
         req.row, req.receipt = row, load.receipt
-        req.num_shared = req.num_pages = len(pages)
-        req.kv_committed_len = len(pages) * self.cache.page_size
+        req.num_shared = req.num_pages = len(load.pages)
+        req.kv_committed_len = len(load.pages) * self.cache.page_size
         self._admitted[req.rid] = req
         self.cache.claim_prefetch(req.rid)
         self._count(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, req)
@@ -146,7 +145,7 @@ class RequestManager:
             self.cache.poll()  # what this request waited for has arrived: it can be built upon
         key = req.key(whole * self.cache.page_size)
         result = self.cache.insert(key, self.pages(req)[:whole], req.num_shared, req.priority)
-        self._take_over(req, joined([node.device_pages for node in result.path]))
+        self._take_over(req, device_table(result.node))
         lock = self.cache.tiers.tree.lock(result.node)
         self._unlock(req)
         req.receipt = lock

@@ -48,7 +48,11 @@ class StorageTier:
 
 @dataclass
 class Tiers:
-    """Everything the scheduler thread owns. `poison` overwrites freed pages with a pattern, to catch late readers."""
+    """Everything the scheduler thread owns.
+
+    `poison` overwrites freed pages with a pattern, to catch late readers. Evictions take at least
+    `fragment_tokens` tokens of a node, so that long nodes are not shredded into single pages.
+    """
 
     identity: StoreIdentity
     tree: RadixTree
@@ -57,6 +61,7 @@ class Tiers:
     host: HostTier | None = None
     storage: StorageTier | None = None
     poison: bool = False
+    fragment_tokens: int = 512
     counters: Counters = field(default_factory=Counters)
     request_pages: int = 0  # device pages handed out by the cache and not (yet) the tree's
     staged_host_pages: int = 0  # host pages of prefetches, not in the tree yet

@@ -92,7 +92,7 @@ class Rig:
         pool = DevicePool(self.layout, options.device_pages)
         allocator = TokenToKVPoolAllocator(options.device_pages, options.page_size)
         tree = RadixTree(options.page_size, options.eviction, options.eviction)
-        self.tiers = Tiers(StoreIdentity(self.layout, "rig"), tree, pool, allocator, poison=True)
+        self.tiers = Tiers(StoreIdentity(self.layout, "rig"), tree, pool, allocator, poison=True, fragment_tokens=1)
         self.backend: FlakyBackend | None = None
         self.engine: StorageEngine | None = None
         if options.host_pages:

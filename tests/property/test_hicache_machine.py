@@ -258,12 +258,18 @@ class HiCacheMachine(RuleBasedStateMachine):
                 (1, lambda: self.fail_next(rng.choice(["d2h", "h2d", "load", "store"]))),
             )
             rng.choices([move for _, move in moves], [weight for weight, _ in moves])[0]()
-            self.rig.check()
+            self.check()
 
     @invariant()
     def all_is_well(self) -> None:
         if hasattr(self, "rig"):
-            self.rig.check()
+            self.check()
+
+    def check(self) -> None:
+        self.rig.check()
+        for job in self.jobs:
+            if job.req.admitted and job.checked:  # its loads have arrived: all it may read is there
+                self.rig.check_pages(job.req, job.req.kv_committed_len)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -628,6 +628,36 @@ def test_f29_two_requests_that_compute_the_same_prefix_keep_one_copy() -> None:
     assert rig.cache.evictable_size() == 8
 
 
+def test_f29_a_request_whose_own_host_copies_make_room_for_its_next_chunk_keeps_its_table() -> None:
+    rig = Rig(RigOptions(device_pages=16, host_pages=4, storage_pages=0))
+    req = Request("r", tokens(1, 25))
+    assert rig.requests.admit(req) is not None and rig.requests.extend(req, 25)
+    for start, stop in ((0, 8), (8, 14), (14, 20), (20, 25)):
+        rig.write_kv(req, start, stop)
+        rig.requests.commit(req, stop)
+        rig.requests.cache_unfinished_req(req)  # splits nodes of the request's path to evict their host copies
+        rig.check_pages(req, stop)
+        rig.settle()
+
+
+def test_f29_a_prefix_whose_host_copies_are_cut_during_admission_is_whole() -> None:
+    rig = Rig(RigOptions(device_pages=12, host_pages=6, storage_pages=0, host_write=WRITE_BACK))
+    rig.serve(tokens(1, 12))
+    rig.settle()
+    node = next(rig.tiers.tree.nodes())
+    assert rig.cache._demotion.stage_backup([node])
+    rig.settle()
+    match = rig.cache.match_prefix(key(1, 12))
+    guard = rig.cache.lock(match)
+    fake = rig.cache._demotion.make_device_room
+    rig.cache._demotion.make_device_room = lambda count: rig.cache._demotion.make_host_room(2) or fake(count)
+    load = rig.cache.init_load_back(match)
+    assert load is not None
+    assert load.tokens == 0 and len(load.pages) == 6
+    rig.cache.unlock(load.receipt)
+    rig.cache.unlock(guard)
+
+
 def test_f29_kv_that_is_not_written_is_not_committed() -> None:
     rig = Rig()
     req = Request("r", tokens(1, 6))
