@@ -222,18 +222,14 @@ class HiCache:
         return backups + loads + persists
 
     def _commit_load(self, ticket: LoadTicket, fill: Fill) -> None:
-        host = self.tiers.host
-        assert host is not None
         del self._ticket_of[fill]
         try:
             ticket.query()
         except TransferError:
-            self.tiers.counters.failures["copy"] += 1
-            host.failures_in_a_row += 1
-            host.copies.recover()
+            self.tiers.copy_ended(failed=True)
             self.tiers.free_device(self.tiers.tree.abort_fill(fill))
             return
-        host.failures_in_a_row = 0
+        self.tiers.copy_ended(failed=False)
         self.tiers.counters.moved_bytes[HOST_DEVICE] += ticket.nbytes
         if fill.doomed:
             self.tiers.free_device(self.tiers.tree.abort_fill(fill))

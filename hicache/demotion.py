@@ -26,7 +26,7 @@ from hicache.hashing import DIGEST_BYTES
 from hicache.stats import DEVICE_HOST, HOST_STORAGE
 from hicache.storage_backends.base import PageRun
 from hicache.streams.base import Event
-from hicache.tiers import HostTier, Tiers
+from hicache.tiers import Tiers
 from hicache.transfer.storage_engine import WriteTicket
 from hicache.transfer.tickets import CopyTicket
 from hicache.tree.node import Node
@@ -185,17 +185,16 @@ class Demotion:
 
     def commit_backup(self, batch: BackupBatch) -> None:
         """Commit what has arrived, start its way to storage, and let go of the device copies that are to fall."""
-        host, counters = self.tiers.host, self.tiers.counters
-        assert host is not None
+        counters = self.tiers.counters
         try:
             batch.ticket.query()
         except TransferError:
-            _count_failure(self.tiers, host)
+            self.tiers.copy_ended(failed=True)
             for backup in reversed(batch.backups):
                 self._leaving_device -= backup.evict_pages
                 self.tiers.free_host(self.tiers.tree.abort_fill(backup.fill))
             return
-        host.failures_in_a_row = 0
+        self.tiers.copy_ended(failed=False)
         counters.moved_bytes[DEVICE_HOST] += batch.ticket.nbytes
         arrived: list[Node] = []
         for backup in batch.backups:
@@ -333,7 +332,7 @@ class Demotion:
         failed = batch.ticket.error is not None
         if failed:
             counters.failures["store"] += 1
-        storage.failures_in_a_row = storage.failures_in_a_row + 1 if failed else 0
+        storage.count(failed)
         stride = self.tiers.device_pool.layout.page_stride
         for persist, run, stored in zip(batch.persists, batch.ticket.runs, batch.ticket.counts, strict=True):
             self._leaving_host -= persist.evict_pages
@@ -381,12 +380,6 @@ def _only_on_device(node: Node | None) -> list[Node]:
         node = node.parent
     alone.reverse()
     return alone
-
-
-def _count_failure(tiers: Tiers, host: HostTier) -> None:
-    tiers.counters.failures["copy"] += 1
-    host.failures_in_a_row += 1
-    host.copies.recover()
 
 
 _NO_PAGES: PageIndices = joined([])

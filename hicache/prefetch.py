@@ -234,7 +234,7 @@ class Prefetcher:
             return
         if error is not None:
             self._tiers.counters.failures["load"] += 1
-        storage.failures_in_a_row = storage.failures_in_a_row + 1 if error is not None else 0
+        storage.count(failed=error is not None)
 
     @property
     def in_flight(self) -> bool:

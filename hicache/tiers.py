@@ -19,31 +19,35 @@ MAX_FAILURES = 3
 """Failures in a row after which a tier is taken out of service."""
 
 
+@dataclass(kw_only=True)
+class LowerTier:
+    """A tier below the device: out of service after MAX_FAILURES failures in a row."""
+
+    failures_in_a_row: int = 0
+
+    @property
+    def degraded(self) -> bool:
+        return self.failures_in_a_row >= MAX_FAILURES
+
+    def count(self, failed: bool) -> None:
+        self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
+
+
 @dataclass
-class HostTier:
+class HostTier(LowerTier):
     """The host pool, the streams between it and the device, and when copies are made."""
 
     pool: HostPool
     copies: CopyEngine
     write: WritePolicy = field(default_factory=WritePolicy)
-    failures_in_a_row: int = 0
-
-    @property
-    def degraded(self) -> bool:
-        return self.failures_in_a_row >= MAX_FAILURES
 
 
 @dataclass
-class StorageTier:
+class StorageTier(LowerTier):
     """The storage engine and when host pages are written to it."""
 
     engine: StorageEngine
     write: WritePolicy = field(default_factory=WritePolicy)
-    failures_in_a_row: int = 0
-
-    @property
-    def degraded(self) -> bool:
-        return self.failures_in_a_row >= MAX_FAILURES
 
 
 @dataclass
@@ -77,6 +81,14 @@ class Tiers:
         if self.poison and len(pages):
             self.host.pool.poison(pages)
         self.host.pool.allocator.free(pages)
+
+    def copy_ended(self, failed: bool) -> None:
+        """Count how a copy between host and device ended; after a failure the streams go on with what comes next."""
+        assert self.host is not None
+        self.host.count(failed)
+        if failed:
+            self.counters.failures["copy"] += 1
+            self.host.copies.recover()
 
     def host_buffers(self, pages: PageIndices | Sequence[int]) -> list[memoryview]:
         assert self.host is not None

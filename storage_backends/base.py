@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ProtocolError
@@ -41,25 +41,6 @@ def check_buffers(layout: KVLayout, keys: Sequence[bytes], buffers: Sequence[mem
     for buffer in buffers:
         if buffer.nbytes not in sizes:
             raise ProtocolError(f"a buffer has {buffer.nbytes} bytes, a page has {sizes[1]} ({sizes[0]} padded)")
-
-
-def batches(runs: Sequence[PageRun], limit: int) -> Iterator[list[tuple[int, PageRun]]]:
-    """The runs, with their numbers, cut into batches of at most `limit` pages."""
-    batch: list[tuple[int, PageRun]] = []
-    room = limit
-    for number, run in enumerate(runs):
-        parent, start = run.parent, 0
-        while start < len(run.keys):
-            part = slice(start, start + room)
-            batch.append((number, PageRun(run.keys[part], run.buffers[part], parent)))
-            room -= len(batch[-1][1].keys)
-            start = min(part.stop, len(run.keys))
-            parent = run.keys[start - 1]
-            if not room:
-                yield batch
-                batch, room = [], limit
-    if batch:
-        yield batch
 
 
 class StorageBackend(ABC):

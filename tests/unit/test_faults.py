@@ -19,7 +19,7 @@ from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.rig import Rig, RigOptions
 from hicache.transfer.storage_engine import StorageEngine
 from hicache.tree.residency import ABSENT
-from hicache.types import PrefixKey, Tier
+from hicache.types import DropReason, PrefixKey, Tier
 
 WRITE_BACK = WritePolicy("write_back")
 
@@ -505,6 +505,19 @@ def test_f15_cold_tails_written_back_under_a_hot_root_can_be_restored_as_whole_c
     for tail in range(10):
         data = PrefixKey.of(root + tokens(50 + tail, 9)).data
         assert backend.contains_prefix(page_digests(rig.tiers.seed(b""), data, 2)) == 7
+
+
+def test_f15_a_page_below_one_that_cannot_be_stored_is_not_written() -> None:
+    rig = Rig(RigOptions(host_write=WRITE_BACK, storage_write=WRITE_BACK))
+    rig.serve(tokens(1, 8))
+    rig.cache.match_prefix(key(1, 4))
+    head, tail = rig.tiers.tree.nodes()
+    assert rig.tiers.host is not None and rig.engine is not None
+    pages = rig.tiers.host.pool.allocator.alloc(2)
+    assert pages is not None
+    rig.tiers.tree.commit_fill(rig.tiers.tree.begin_fill(Tier.HOST, [tail], pages))
+    assert rig.cache._demotion.persist([tail], evict=False) == [(tail, DropReason.CHAIN_CUT)]
+    assert rig.engine.queued_bytes == 0 and head.residency[Tier.STORAGE] is ABSENT
 
 
 def test_f15_a_chain_whose_head_the_backend_lost_is_written_again_from_its_head() -> None:
