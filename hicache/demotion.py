@@ -366,10 +366,6 @@ class Demotion:
     def in_flight(self) -> bool:
         return bool(self._staged or self.backups or self.persists)
 
-    @property
-    def staged(self) -> bool:
-        return bool(self._staged)
-
 
 def _only_on_device(node: Node | None) -> list[Node]:
     """`node` and those of its ancestors that are on the device and on no lower tier, root first."""
