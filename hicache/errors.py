@@ -54,12 +54,22 @@ class TransferError(HiCacheError):
 
 
 class StorageError(HiCacheError):
-    """A storage backend failed."""
+    """A storage backend failed. `reason` is one word for counters: disk_full, io_error, closed, ..."""
+
+    default_reason = "failed"
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason if reason is not None else self.default_reason
 
 
 class StoreCorruptError(StorageError):
     """The store's index or data cannot be trusted."""
 
+    default_reason = "corrupt"
+
 
 class StoreUnavailableError(StorageError):
     """The store cannot be used now: disk full, read-only, closed or gone."""
+
+    default_reason = "unavailable"

@@ -55,7 +55,8 @@ class RequestNamespace:
 class StoreIdentity:
     """Everything the bytes of a stored page depend on besides its tokens.
 
-    A page is readable only by a run whose identity is equal in every field.
+    A page is readable only by a run whose identity is equal in every field. `codec` is how stored bytes
+    are encoded; `tenant` separates users who must not share pages.
     """
 
     layout: KVLayout
@@ -70,6 +71,8 @@ class StoreIdentity:
     pp_size: int = 1
     attention_backend: str | None = None
     rope_scaling: str | None = None
+    tenant: str | None = None
+    codec: str = "none"
     format_version: int = FORMAT_VERSION
 
     def flat(self) -> dict[str, Field]:

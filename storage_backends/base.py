@@ -15,17 +15,20 @@ class PageRun:
     """Consecutive pages of one prefix chain to be written.
 
     `keys[i+1]` is the child of `keys[i]`; `parent` is the digest before `keys[0]`, None at the start of a
-    chain. `buffers[i]` holds the bytes of page `keys[i]`.
+    chain. `buffers[i]` holds the bytes of page `keys[i]`. A run made for another `generation` than the
+    store's is too late, its pages were flushed: it is not stored. None: it is of any.
     """
 
     keys: Sequence[bytes]
     buffers: Sequence[memoryview]
     parent: bytes | None
+    generation: int | None = None
 
 
 @dataclass(frozen=True)
 class StorageUsage:
-    """Bytes as the medium counts them. `budget_bytes` is None where the backend is unbounded."""
+    """`pages` and `evicted_pages` are this identity's. Bytes are the medium's, all identities together, as the
+    medium counts them; `budget_bytes` is None where the backend is unbounded."""
 
     pages: int
     used_bytes: int
@@ -81,7 +84,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def clear(self) -> int:
-        """Remove every page of this identity; returns the number of pages removed."""
+        """Remove every page of this identity and move its generation on; returns the number of pages removed."""
+
+    @abstractmethod
+    def generation(self) -> int:
+        """How often this identity's pages have been cleared, by whomever. Cheap: asked for every batch."""
 
     @abstractmethod
     def usage(self) -> StorageUsage: ...

@@ -1,11 +1,14 @@
-"""How a disk budget is split: so much for the LMDB map, so many pages. Both are limits that hold by construction."""
+"""How a disk budget is split: so much for the LMDB map, so much for pages. Both limits hold by construction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from hicache.errors import ConfigError
-from hicache.layout import KVLayout, round_up
+from hicache.layout import round_up
+
+ValuesMode: TypeAlias = Literal["slab", "inline"]
 
 MIB = 1 << 20
 
@@ -13,75 +16,77 @@ MIN_PAGES = 16
 """The least a store must hold: one batch."""
 
 INDEX_BYTES_PER_PAGE = 512
-"""Upper bound of what one page takes in the index: 265 to 400 bytes were measured, by how full its B-trees are."""
+"""Upper bound of what one page takes in the index: 300 to 450 bytes were measured, by how full its B-trees are."""
+
+MAX_CHUNK_PAGES = 1024
+"""Pages written, or evicted, in one transaction."""
 
 _OS_PAGE = 4096
-_VALUE_HEADER = 16
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one store: `map_bytes` of LMDB map and `max_pages` stored pages."""
+    """Limits of one store: bytes of LMDB map, and bytes of slots (slab) or of values in the map (inline)."""
 
     map_bytes: int
-    max_pages: int
-    chunk_pages: int  # pages written in one transaction
+    data_bytes: int
+
+    def chunk_pages(self, page_cost: int) -> int:
+        """Pages of `page_cost` bytes to be written in one transaction."""
+        return max(1, min(MAX_CHUNK_PAGES, self.data_bytes // page_cost // 8))
 
 
-def slab_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0) -> Budget:
-    """Index and slab side by side. An index that takes more (`used_bytes`) than usual takes it from the slab.
+@dataclass(frozen=True)
+class BudgetPlan:
+    """A store of `budget_bytes` bytes, begun for pages that take `page_cost` bytes outside the index."""
 
-    Raises ConfigError if less than one batch fits.
-    """
-    base = _working_bytes(budget_bytes)
-    pages = max(0, (budget_bytes - base) // (layout.page_stride + INDEX_BYTES_PER_PAGE))
-    map_bytes = round_up(max(base + pages * INDEX_BYTES_PER_PAGE, used_bytes + base // 2), _OS_PAGE)
-    pages = (budget_bytes - map_bytes - _file_system_bytes(budget_bytes)) // layout.page_stride
-    _check(pages, budget_bytes, layout, map_bytes)
-    return Budget(map_bytes, pages, _chunk(pages))
+    values: ValuesMode
+    budget_bytes: int
+    page_cost: int
 
+    def split(self, used_bytes: int = 0, setbacks: int = 0) -> Budget:
+        """The limits, given that the map takes `used_bytes` and was found full `setbacks` times.
 
-def inline_budget(budget_bytes: int, layout: KVLayout, used_bytes: int = 0, setbacks: int = 0) -> Budget:
-    """Everything in the map.
+        Raises ConfigError if less than one batch fits.
+        """
+        budget = self._inline(setbacks) if self.values == "inline" else self._slab(used_bytes)
+        if budget.data_bytes < MIN_PAGES * self.page_cost:
+            raise ConfigError(self._too_small())
+        return budget
 
-    Room that a transaction frees is usable two commits later, hence two chunks are kept free. Each
-    setback (the map was full) leaves an eighth of the pages out and adds to the map what was held
-    back for it. Raises ConfigError if less than one batch fits.
-    """
-    if used_bytes > budget_bytes:
-        raise ConfigError(
-            f"the store takes {used_bytes / MIB:.1f} MiB, which is over its budget of {budget_bytes / MIB:.1f} MiB, "
-            "and inline values cannot shrink: raise the budget or remove the store"
+    def _slab(self, used_bytes: int) -> Budget:
+        """Index and slabs side by side. An index that takes more than usual takes it from the slabs."""
+        base = self._working_bytes
+        pages = max(0, (self.budget_bytes - base) // (self.page_cost + INDEX_BYTES_PER_PAGE))
+        map_bytes = round_up(max(base + pages * INDEX_BYTES_PER_PAGE, used_bytes + base // 2), _OS_PAGE)
+        # Extent blocks of a slab file count as its own.
+        return Budget(map_bytes, self.budget_bytes - map_bytes - 64 * 1024 - self.budget_bytes // 65536)
+
+    def _inline(self, setbacks: int) -> Budget:
+        """Everything in the map.
+
+        Room that a transaction frees is usable two commits later, hence two chunks are kept free. Each
+        setback leaves an eighth of the pages out and adds to the map what was held back for it.
+        """
+        base = self._working_bytes
+        value = self.page_cost + INDEX_BYTES_PER_PAGE
+        room = max(0, (self.budget_bytes - 2 * base) // value)
+        chunk = max(1, min(MAX_CHUNK_PAGES, room // 8))
+        pages = int((room - 2 * chunk) * 0.875**setbacks)
+        held_back = base * max(0, 4 - setbacks) // 4
+        map_bytes = (self.budget_bytes - held_back) // _OS_PAGE * _OS_PAGE
+        return Budget(map_bytes, pages * self.page_cost)
+
+    @property
+    def _working_bytes(self) -> int:
+        """What copy-on-write takes beside the live index: a few transactions' worth of dirty pages."""
+        return min(max(self.budget_bytes // 32, MIB), 32 * MIB)
+
+    def _too_small(self) -> str:
+        index_bytes = 2 * self._working_bytes
+        # Twice a batch: room for the pages, for copy-on-write and for what grows with the budget.
+        least = 2 * MIN_PAGES * (self.page_cost + _OS_PAGE) + index_bytes
+        return (
+            f"a storage budget of {self.budget_bytes / MIB:.1f} MiB does not hold one batch of {MIN_PAGES} pages of "
+            f"{self.page_cost} bytes beside its index: give it at least {least / MIB:.1f} MiB"
         )
-    base = _working_bytes(budget_bytes)
-    value = round_up(layout.page_bytes + _VALUE_HEADER, _OS_PAGE) + INDEX_BYTES_PER_PAGE
-    room = (budget_bytes - 2 * base) // value
-    pages = int((room - 2 * _chunk(room)) * 0.875**setbacks)
-    _check(pages, budget_bytes, layout, 2 * base)
-    held_back = base * max(0, 4 - setbacks) // 4
-    return Budget((budget_bytes - held_back) // _OS_PAGE * _OS_PAGE, pages, _chunk(room))
-
-
-def _working_bytes(budget_bytes: int) -> int:
-    """What copy-on-write takes beside the live index: a few transactions' worth of dirty pages."""
-    return min(max(budget_bytes // 32, MIB), 32 * MIB)
-
-
-def _file_system_bytes(budget_bytes: int) -> int:
-    """Extent blocks of the slab file, which count as its own."""
-    return 64 * 1024 + budget_bytes // 65536
-
-
-def _chunk(pages: int) -> int:
-    return max(1, min(1024, pages // 8))
-
-
-def _check(pages: int, budget_bytes: int, layout: KVLayout, index_bytes: int) -> None:
-    if pages >= MIN_PAGES:
-        return
-    # Twice a batch: room for the pages, for copy-on-write and for what grows with the budget.
-    least = 2 * MIN_PAGES * (layout.page_stride + _OS_PAGE) + index_bytes
-    raise ConfigError(
-        f"a storage budget of {budget_bytes / MIB:.1f} MiB does not hold one batch of {MIN_PAGES} pages of "
-        f"{layout.page_stride} bytes beside its index: give it at least {least / MIB:.1f} MiB"
-    )

@@ -1,309 +1,231 @@
-"""The disk tier: an LMDB index with the pages in a slab beside it, within a hard budget of bytes."""
+"""The disk tier: the pages of one identity in an LMDB store, encoded as its codec says."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, get_args
 
-import lmdb
-
-from hicache.errors import ConfigError, StorageError, StoreUnavailableError
+from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
 from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers
-from hicache.storage_backends.budget import Budget, inline_budget, slab_budget
+from hicache.storage_backends.budget import MIN_PAGES, BudgetPlan, ValuesMode
 from hicache.storage_backends.checksums import page_checksum
-from hicache.storage_backends.gate import CallGate
-from hicache.storage_backends.lmdb_env import Durability, storage_errors
-from hicache.storage_backends.lmdb_index import IndexWriter
-from hicache.storage_backends.lmdb_open import StoreFolder, store_identity
-from hicache.storage_backends.lmdb_values import InlineValues, SlabValues
-from hicache.storage_backends.recency import RecentKeys
+from hicache.storage_backends.codecs import Codec, create_codec
+from hicache.storage_backends.lmdb_env import Durability
+from hicache.storage_backends.lmdb_index import POLICIES
+from hicache.storage_backends.lmdb_opening import close_store, open_store
+from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space, inline_cost
+from hicache.storage_backends.recency import FLUSH_AT, RecentKeys
 
-ValuesMode: TypeAlias = Literal["slab", "inline"]
-
-MAX_SETBACKS = 8
-"""How often the map of an open store is enlarged at the expense of its pages."""
+Eviction: TypeAlias = Literal["lru", "slru", "fifo"]
 
 READ_ATTEMPTS = 3
 """A read that met a page being replaced goes on from there, this often."""
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+DECODE_PAGES = 16
+"""Encoded pages that are read at a time: their scratch memory is kept by each thread."""
 
 
 class LmdbBackend(StorageBackend):
-    """A store in the folder `path`, which is created. One instance per folder and process.
+    """A namespace of the store in the folder `path`, which is created. Several may share a folder, from one
+    process or from several.
 
-    `budget_bytes` bounds what index and slab take on disk, as the file system counts it, at all
-    times; the least recently used pages go first, children before parents. Pages survive a killed
-    process as soon as `write` has returned; `durability` says what a power loss may take.
+    `budget_bytes` bounds what index and slabs of the store take on disk, all namespaces together, as the
+    file system counts it, at all times; whoever opens the store first sets it. `quota_bytes` bounds the
+    pages of this namespace (0: not). Pages leave in the order of `eviction`, children before parents,
+    and when they have not been used for `ttl` seconds (0: never); with fifo, since they were written.
+    Pages survive a killed process as soon as `write` has returned; `durability` says what a power loss
+    may take. `identity.codec` says how pages are encoded.
 
-    Raises ConfigError for a path or a budget that cannot be used and StoreIdentityError, with the
-    store left as it is, if it holds pages of another identity. A damaged store is set aside as
-    PATH.damaged-N and a new one begun.
+    Raises ConfigError for a path, a budget or a codec that cannot be used, StoreIdentityError, with nothing
+    changed on disk, if the folder holds something else, StoreUnavailableError if the store cannot be
+    opened now. A store that cannot be trusted is set aside as PATH.aside-N and a new one begun.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per option of the tier
         self,
         path: Path | str,
         identity: StoreIdentity,
         budget_bytes: int,
         values: ValuesMode = "slab",
         durability: Durability = "batch",
+        eviction: Eviction = "lru",
+        ttl: float = 0.0,
+        quota_bytes: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        _check_choice("values", values, get_args(ValuesMode))
-        _check_choice("durability", durability, get_args(Durability))
+        for field, value, choices in (
+            ("values", values, get_args(ValuesMode)),
+            ("durability", durability, get_args(Durability)),
+            ("eviction", eviction, POLICIES),
+        ):
+            _check_choice(field, value, choices)
         self._layout = identity.layout
-        self._budget_bytes = budget_bytes
-        self._inline = values == "inline"
-        self._durability = durability
-        self._setbacks = 0
-        self._damaged_pages = 0
+        self._codec = create_codec(identity.codec, identity.layout)
+        self._slots = self._codec.slot_bytes if self._codec is not None else (identity.layout.page_stride,)
+        cost = inline_cost(self._layout.page_bytes) if values == "inline" else self._slots[-1]
+        if quota_bytes and quota_bytes < MIN_PAGES * cost:
+            raise ConfigError(
+                f"a quota of {quota_bytes} bytes does not hold one batch of {MIN_PAGES} pages of {cost} bytes"
+            )
         self._recent = RecentKeys()
-        self._name = f"store {path}"
-        self._split(0)  # refuse a budget before anything is created
-        self._folder = StoreFolder(Path(path))
+        self._scratch = threading.local()
+        self._damaged_pages = 0
+        self._closed = False
+        self._store = open_store(Path(path), BudgetPlan(values, budget_bytes, cost), durability, clock)
+        rules = Space(policy=POLICIES.index(eviction), ttl_us=int(ttl * 1e6), quota=quota_bytes)
         try:
-            self._env, self._budget = self._folder.open_index(store_identity(identity, values), self._split, durability)
+            self._number = self._store.join_space(identity.flat(), rules)
         except BaseException:
-            self._folder.release()
+            close_store(self._store)
             raise
-        self._gate = CallGate(self._name)
-        self._start()
 
     @property
     def damaged_pages(self) -> int:
         """Pages removed because their bytes did not match their checksum."""
         return self._damaged_pages
 
-    @property
-    def generation(self) -> int:
-        """Number of times the store has been cleared."""
-        with self._reading(), self._env.view() as view:
-            return view.state().generation
-
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
-        with self._reading(), self._env.view() as view:
-            count = view.leading(keys)
-        self._recent.note(keys, count)
+        self._check_open()
+        count = self._store.leading(self._number, keys)
+        self._note(keys, count)
         return count
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        self._check_open()
         check_buffers(self._layout, keys, buffers)
+        present = self._store.leading(self._number, keys)
         count = 0
         for _ in range(READ_ATTEMPTS):
-            with self._reading():
-                found, verified = self._values.read(self._env, keys[count:], buffers[count:])
+            found, verified = self._read(keys[count:present], buffers[count:present])
             count += verified
             if verified == found or self._is_lost(keys[count]):
                 break
-        self._recent.note(keys, count)
+        self._note(keys, count)
         return count
 
     def write(self, runs: Sequence[PageRun]) -> list[int]:
+        self._check_open()
         for run in runs:
             check_buffers(self._layout, run.keys, run.buffers)
-        with self._writing():
-            while True:
-                budget = self._budget
-                self._make_room(runs)
-                added, counts = self._transact(lambda index: self._insert(index, runs))
-                stuck = not added and budget is self._budget  # a budget that changed may have left no room
-                if stuck or counts == [len(run.keys) for run in runs]:
-                    return counts
+        return self._store.write(self._number, runs, self._encode, self._recent.take())
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        with self._writing():
-            return self._transact(lambda index: self._delete(index, keys))
+        self._check_open()
+        return self._store.delete(keys)
 
     def clear(self) -> int:
-        with self._writing():
-            count = self._transact(self._clear)
-            self._values.trim()
-            return count
+        self._check_open()
+        return self._store.clear(self._number)
+
+    def generation(self) -> int:
+        self._check_open()
+        return self._store.view(lambda view: view.space(self._number).generation)
 
     def usage(self) -> StorageUsage:
-        with self._reading(), self._env.view() as view:
-            used = self._env.data_bytes + self._values.allocated_bytes
-            return StorageUsage(view.pages, used, self._budget_bytes, view.state().evicted)
+        self._check_open()
+        space, state = self._store.view(lambda view: (view.space(self._number), view.state()))
+        return StorageUsage(space.pages, self._store.used_bytes, state.budget_bytes, space.evicted + space.expired)
 
     def close(self) -> None:
-        with self._gate.closing() as first:
-            if first:
-                self._finish()
+        if self._closed or self._store.foreign:
+            return
+        self._closed = True
+        self._store.touch_at_close(self._recent.take())
+        close_store(self._store)
 
     def flip_byte(self, key: bytes) -> bool:
         """Damage a stored page, for drills; False if it is not stored."""
-        with self._writing(), self._env.writer() as index:
-            record = index.record(key)
-            if record is not None:
-                self._values.flip_byte(index, record.location)
-            return record is not None
-
-    # ---- opening and closing ------------------------------------------------------------------
-
-    def _start(self) -> None:
-        try:
-            with storage_errors(self._name):
-                self._values = (
-                    InlineValues(self._layout) if self._inline else SlabValues(self._folder.path, self._layout)
-                )
-                self._transact(self._values.recover)
-                self._shrink()
-        except BaseException:
-            self._env.close()
-            self._folder.release()
-            raise
-
-    def _finish(self) -> None:
-        try:
-            with storage_errors(self._name):
-                self._transact(self._flush_touched)
-                if self._durability != "none":
-                    self._values.sync()
-                    self._env.sync()
-        except StorageError as error:
-            log.warning("closing: %s", error)
-        with self._gate.alone():
-            self._env.close()
-            self._values.close()
-            self._folder.release()
+        return self._store.flip_byte(key)
 
     # ---- reading ------------------------------------------------------------------------------
 
+    def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
+        """How many leading pages are stored, and how many of those are in `buffers` now, verified."""
+        if self._codec is None:
+            records = self._store.load(keys, lambda records: buffers)
+            verified = _leading(zip(keys, records, buffers), self._is_intact)
+            return len(records), verified
+        found = verified = 0
+        for start in range(0, len(keys), DECODE_PAGES):
+            part = slice(start, start + DECODE_PAGES)
+            part_found, part_verified = self._decode(self._codec, keys[part], buffers[part])
+            found, verified = found + part_found, verified + part_verified
+            if part_verified < len(keys[part]):
+                break
+        return found, verified
+
+    def _is_intact(self, page: tuple[bytes, PageRecord, memoryview]) -> bool:
+        key, record, buffer = page
+        size = self._layout.page_bytes
+        return record.length == size and page_checksum(key, buffer[:size]) == record.checksum
+
+    def _decode(self, codec: Codec, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
+        """As `_read`, of few pages."""
+        places = self._scratch_pages(len(keys))
+        records = self._store.load(keys, lambda records: [place[: r.slot_bytes] for place, r in zip(places, records)])
+
+        def decoded(page: tuple[bytes, PageRecord, memoryview, memoryview]) -> bool:
+            key, record, place, buffer = page
+            data = place[: record.length]
+            if page_checksum(key, data) != record.checksum:
+                return False
+            try:
+                codec.decode(data, buffer)
+            except StoreCorruptError:
+                return False
+            return True
+
+        return len(records), _leading(zip(keys, records, places, buffers), decoded)
+
     def _is_lost(self, key: bytes) -> bool:
         """False if the page that failed its checksum had only been moved by a writer; else it is removed."""
-        with self._writing():
-            return self._transact(lambda index: self._remove_damaged(index, key))
+        removed = self._store.remove_damaged(key)
+        self._damaged_pages += removed > 0
+        return removed > 0 or not self._store.leading(self._number, [key])
 
-    def _remove_damaged(self, index: IndexWriter, key: bytes) -> bool:
-        record = index.record(key)
-        if record is None:
-            return True
-        if self._values.is_whole(index, key, record):
-            return False
-        removed = self._delete(index, [key])
-        self._damaged_pages += 1
-        log.warning("%s: page %s is damaged, removed with %d below it", self._name, key.hex(), removed - 1)
-        return True
+    def _note(self, keys: Sequence[bytes], count: int) -> None:
+        if self._recent.note(keys, count) >= FLUSH_AT:
+            self._store.touch(self._recent.take())
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def _make_room(self, runs: Sequence[PageRun]) -> None:
-        """Evict in a transaction of its own: a slot is written to only when no entry refers to it any more."""
-        with self._env.view() as view:
-            new, counts = view.plan(runs, self._budget.chunk_pages)
-            excess = view.pages + len(new) - self._budget.max_pages
-        for run, count in zip(runs, counts):
-            self._recent.note(run.keys, count)
-        if excess > 0:
-            # Nothing of this call makes room for the rest of it: that would go round in circles.
-            keep = _keys_of(runs)
-            self._transact(lambda index: self._evict(index, excess, keep))
-
-    def _insert(self, index: IndexWriter, runs: Sequence[PageRun]) -> tuple[int, list[int]]:
-        """How many pages were added, and how many leading pages of each run are stored now."""
-        self._flush_touched(index)
-        room = min(self._budget.chunk_pages, self._budget.max_pages - index.pages)
-        pages, counts = index.plan(runs, max(0, room))
-        if pages:
+    def _encode(self, page: NewPage) -> Encoded:
+        if self._codec is None:
             size = self._layout.page_bytes
-            checksums = [page_checksum(page.key, page.buffer[:size]) for page in pages]
-            locations = self._values.store(index, [page.buffer for page in pages], self._budget.max_pages)
-            if self._durability == "always":
-                self._values.sync()
-            index.insert(pages, locations, checksums)
-            # Room for the next batch of this size, so that it needs no transaction of its own to make some.
-            excess = index.pages + len(pages) - self._budget.max_pages
-            self._values.free(index, index.evict(max(0, excess), _keys_of(runs)))
-        return len(pages), counts
+            return Encoded(size, self._slots[0], page.buffer, page_checksum(page.key, page.buffer[:size]))
+        scratch = memoryview(mmap.mmap(-1, self._slots[-1]))
+        length = self._codec.encode(page.buffer[: self._layout.page_bytes], scratch)
+        slot_bytes = next(size for size in self._slots if size >= length)
+        return Encoded(length, slot_bytes, scratch[:slot_bytes], page_checksum(page.key, scratch[:length]))
 
-    def _delete(self, index: IndexWriter, keys: Sequence[bytes]) -> int:
-        locations = [location for key in keys for location in index.remove(key)]
-        self._values.free(index, locations)
-        return len(locations)
+    def _scratch_pages(self, count: int) -> list[memoryview]:
+        """Aligned memory for encoded pages, this thread's own."""
+        size = self._slots[-1]
+        if getattr(self._scratch, "count", 0) < count:
+            self._scratch.arena = memoryview(mmap.mmap(-1, DECODE_PAGES * size))
+            self._scratch.count = DECODE_PAGES
+        return [self._scratch.arena[start : start + size] for start in range(0, count * size, size)]
 
-    def _clear(self, index: IndexWriter) -> int:
-        count = index.clear()
-        self._values.clear(index)
-        return count
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreUnavailableError(f"{self._store.name} is closed", "closed")
 
-    def _flush_touched(self, index: IndexWriter) -> None:
-        for key in self._recent.take():
-            index.touch(key)
 
-    # ---- the budget ---------------------------------------------------------------------------
-
-    def _split(self, used_bytes: int) -> Budget:
-        if self._inline:
-            return inline_budget(self._budget_bytes, self._layout, used_bytes, self._setbacks)
-        return slab_budget(self._budget_bytes, self._layout, used_bytes)
-
-    def _evict(self, index: IndexWriter, count: int, keep: Collection[bytes] = ()) -> None:
-        self._flush_touched(index)
-        self._values.free(index, index.evict(count, keep))
-
-    def _shrink(self) -> None:
-        """Hold no more than the budget allows now."""
-        with self._env.view() as view:
-            excess = view.pages - self._budget.max_pages
-        batch = self._budget.chunk_pages
-        for start in range(0, excess, batch):
-            self._transact(partial(self._evict, count=min(batch, excess - start)))
-        self._transact(lambda index: self._values.shrink(index, self._budget.max_pages))
-
-    def _enlarge_map(self) -> None:
-        """Give the map, which is full, some of the room of the pages."""
-        self._setbacks += 1
-        if self._setbacks > MAX_SETBACKS:
-            raise StoreUnavailableError(f"{self._name}: its map of {self._env.map_bytes} bytes is full")
-        try:
-            self._budget = self._split(self._env.data_bytes if self._inline else self._env.map_bytes)
-        except ConfigError as error:
-            raise StoreUnavailableError(f"{self._name}: the index finds no room: {error}") from error
-        with self._gate.alone():
-            self._env.grow(self._budget.map_bytes)
-        self._shrink()
-
-    # ---- transactions -------------------------------------------------------------------------
-
-    def _transact(self, action: Callable[[IndexWriter], T]) -> T:
-        """Commit what `action` does. It is called again if the map was full: nothing of it had remained."""
-        with suppress(lmdb.MapFullError):
-            return self._commit(action)
-        while True:
-            try:
-                with self._gate.alone():  # LMDB cannot reuse what a reader may see
-                    self._commit(lambda index: None)
-                    return self._commit(action)
-            except lmdb.MapFullError:
-                self._enlarge_map()
-
-    def _commit(self, action: Callable[[IndexWriter], T]) -> T:
-        with self._env.writer() as index:
-            return action(index)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        with storage_errors(self._name), self._gate.reading():
-            yield
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        with storage_errors(self._name), self._gate.writing():
-            yield
+def _leading(pages: Iterator[tuple[object, ...]], good: Callable[..., bool]) -> int:
+    """How many pages are good before the first that is not."""
+    count = 0
+    for page in pages:
+        if not good(page):
+            break
+        count += 1
+    return count
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{field} is {value!r}, use one of {', '.join(choices)}")
-
-
-def _keys_of(runs: Sequence[PageRun]) -> set[bytes]:
-    """All pages of the runs, and those above them."""
-    return {key for run in runs for key in (run.parent, *run.keys) if key is not None}

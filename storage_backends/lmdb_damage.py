@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache.errors import ConfigError, StoreCorruptError
+from lmdb.verify import VerifyError, verify
+
+from hicache.errors import StoreCorruptError, StoreUnavailableError
 from hicache.storage_backends.lmdb_env import DATA_FILE
 
 _MAGIC = 0xBEEFC0DE
@@ -62,18 +65,50 @@ def _read_meta(raw: bytes) -> _Meta:
     return _Meta(page_bytes, last_page, transaction)
 
 
+MAX_WALKED_BYTES = 32 << 20
+"""An index up to this size is walked at every start; a larger one by `hicache store verify`."""
+
+
+def walk_index(path: Path) -> None:
+    """Raises StoreCorruptError if LMDB's own pages do not hang together: it believes them, and a flipped bit in one
+    could end the process. Nobody may have the store open."""
+    try:
+        problems = verify(str(path), subdir=True)  # type: ignore[no-untyped-call]
+    except VerifyError as error:
+        problems = [str(error)]
+    if problems:
+        raise StoreCorruptError(f"{DATA_FILE}: {problems[0]}")
+
+
+MARK_FILE = "damaged"
+
+
+def mark_damaged(path: Path, reason: str) -> None:
+    """Have the store set aside by the next start that has it alone."""
+    with suppress(OSError):  # without the mark the next start finds the damage by itself, or meets it again
+        (path / MARK_FILE).write_text(reason)
+
+
+def check_mark(path: Path) -> None:
+    """Raises StoreCorruptError if the store was found damaged while it was open."""
+    mark = path / MARK_FILE
+    if mark.exists():
+        raise StoreCorruptError(mark.read_text() or "found damaged while it was open")
+
+
 def set_aside(path: Path, reason: str) -> Path:
-    """Rename a damaged store to PATH.damaged-N and leave an empty folder in its place."""
+    """Rename a store that cannot be used to PATH.aside-N and leave an empty folder in its place."""
     number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+    while (target := path.with_name(f"{path.name}.aside-{number}")).exists():
         number += 1
     try:
         os.rename(path, target)
+        path.mkdir()
     except OSError as error:
-        raise ConfigError(
-            f"storage path {path}: the store is damaged ({reason}) and cannot be renamed to {target.name} "
-            f"({error.strerror}); move it away"
+        raise StoreUnavailableError(
+            f"the store in {path} cannot be used ({reason}) and cannot be renamed to {target.name} "
+            f"({error.strerror}); move it away",
+            "corrupt",
         ) from error
-    path.mkdir()
-    log.error("store %s is damaged (%s): set aside as %s, delete that when you need the room", path, reason, target)
+    log.error("store %s cannot be used (%s): set aside as %s, delete that when you need the room", path, reason, target)
     return target

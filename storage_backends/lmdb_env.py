@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ DATA_FILE = "data.mdb"
 Durability: TypeAlias = Literal["none", "batch", "always"]
 """What a power loss may take; a killed process loses nothing that was acknowledged, in any mode.
 
-none: everything, and it may leave an index that has to be removed. batch: the last batches.
+none: everything: the store is set aside at the next start. batch: the last batches.
 always: nothing that was acknowledged.
 """
 
@@ -29,27 +31,69 @@ _CORRUPT = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
-    lmdb.PanicError,
-    lmdb.VersionMismatchError,
+    lmdb.CursorFullError,
+    lmdb.TxnFullError,
+    lmdb.BadValsizeError,
+    lmdb.KeyExistsError,
+    struct.error,
+    OverflowError,
+    UnicodeDecodeError,
 )
+
+_REASONS = {
+    errno.ENOSPC: "disk_full",
+    errno.EDQUOT: "disk_full",
+    errno.EIO: "io_error",
+    errno.EROFS: "read_only",
+    errno.EACCES: "read_only",
+    errno.EPERM: "read_only",
+}
+
+_MENDS = {
+    "disk_full": "free room on the disk or lower the budget",
+    "io_error": "check the disk (dmesg, smartctl)",
+    "read_only": "make the folder writable, or remount the file system",
+}
 
 
 @contextmanager
 def storage_errors(name: str) -> Iterator[None]:
-    """Turn errors of LMDB and of the operating system into storage errors."""
+    """Turn errors of LMDB and of the operating system into storage errors that say why and what to do."""
     try:
         yield
+    except (lmdb.MapFullError, lmdb.MapResizedError):
+        raise  # the store deals with these
+    except lmdb.PanicError as error:  # an earlier error of the disk: this environment is unusable, the files are not
+        raise StoreCorruptError(f"{name}: LMDB gave up after an earlier error: {error}", "reopen") from error
+    except lmdb.ReadersFullError as error:
+        raise StoreUnavailableError(f"{name}: {error}: too many processes read it", "readers_full") from error
+    except lmdb.VersionMismatchError as error:
+        raise StoreUnavailableError(
+            f"{name}: another process has it open with another build of LMDB: {error}; use one", "lmdb_build"
+        ) from error
     except _CORRUPT as error:
         raise StoreCorruptError(f"{name}: the index is damaged: {error}") from error
     except (OSError, lmdb.Error) as error:
-        raise StoreUnavailableError(f"{name}: {error}") from error
+        reason = _reason(error)
+        mend = f"; {_MENDS[reason]}" if reason in _MENDS else ""
+        raise StoreUnavailableError(f"{name}: {error}{mend}", reason) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return _REASONS.get(error.errno or 0, "unavailable")
+    if isinstance(error, lmdb.DiskError):
+        return "disk_full"
+    if isinstance(error, lmdb.ReadonlyError):
+        return "read_only"
+    # LMDB passes other errors of the system on by their text only.
+    return next((word for code, word in _REASONS.items() if os.strerror(code) in str(error)), "unavailable")
 
 
 class IndexEnvironment:
     """An open environment. No transaction outlives the `with` block that it was begun in."""
 
     def __init__(self, path: Path, map_bytes: int, durability: Durability) -> None:
-        self._data = path / DATA_FILE
         self.map_bytes = map_bytes
         self.env = lmdb.open(
             str(path),
@@ -59,15 +103,27 @@ class IndexEnvironment:
             sync=durability != "none",
             metasync=durability == "always",
         )
-        self.env.reader_check()
+        try:
+            self._file = os.open(path / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+            self.env.reader_check()
+        except BaseException:
+            self.env.close()
+            raise
 
     def open_databases(self, labels: Mapping[bytes, bytes]) -> None:
-        """Create what is missing, `labels` in `meta` included. Comes after the identity has been checked: it writes."""
+        """Create what is missing, `labels` in `meta` included."""
         self._extend()
         with self.env.begin(write=True) as txn:
             self.databases = Databases.open(self.env, txn)
             for name, label in labels.items():
                 txn.put(name, label, overwrite=False, db=self.databases.meta)
+
+    def join_databases(self) -> None:
+        """As `open_databases` where all is there already; does not wait for a writer."""
+        with self.env.begin() as txn:
+            self.databases = Databases(
+                *(self.env.open_db(n.encode(), txn=txn, create=False) for n in Databases._fields)
+            )
 
     @contextmanager
     def view(self) -> Iterator[IndexView]:
@@ -77,14 +133,16 @@ class IndexEnvironment:
     @contextmanager
     def buffers(self) -> Iterator[lmdb.Transaction[memoryview]]:
         """A read transaction whose values are views of the map, valid until its end."""
+        self._check_size()
         with self.env.begin(buffers=True) as txn:
             yield txn
 
     @contextmanager
-    def writer(self) -> Iterator[IndexWriter]:
-        """Commits at the end; an exception leaves the index as it was."""
+    def writer(self, now_us: int) -> Iterator[IndexWriter]:
+        """Commits at the end; an exception leaves the index as it was. Waits for writers of other processes."""
+        self._check_size()
         with self.env.begin(write=True) as txn:
-            index = IndexWriter(txn, self.databases)
+            index = IndexWriter(txn, self.databases, now_us)
             yield index
             index.save()
 
@@ -94,18 +152,47 @@ class IndexEnvironment:
         self._extend()
         self.env.set_mapsize(self.map_bytes)
 
+    def adopt_map(self) -> None:
+        """Follow another process that has enlarged the map. There must be no transaction of this process."""
+        self.env.set_mapsize(0)
+        self.map_bytes = self.env.info()["map_size"]
+
+    def check_readers(self) -> int:
+        """Free the slots of readers that died; returns how many."""
+        return int(self.env.reader_check())
+
+    def lag(self) -> int:
+        """How many transactions the oldest reader is behind: what it may see cannot be reused."""
+        newest = int(self.env.info()["last_txnid"])
+        behind = [newest - int(line.split()[2]) for line in self._reader_lines() if line.split()[2].isdigit()]
+        return max(behind, default=0)
+
+    def readers(self) -> int:
+        return len(self._reader_lines())
+
+    def _reader_lines(self) -> list[str]:
+        lines = self.env.readers().splitlines()
+        return [line for line in lines[1:] if len(line.split()) == 3]
+
     @property
     def data_bytes(self) -> int:
         """Bytes of the data file on disk."""
-        return os.stat(self._data).st_blocks * 512
+        return os.fstat(self._file).st_blocks * 512
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the data file that LMDB has put to use, free pages included."""
+        return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
 
     def sync(self) -> None:
         self.env.sync(True)
 
     def close(self) -> None:
         self.env.close()
+        os.close(self._file)
 
     def _begin_read(self) -> lmdb.Transaction[bytes]:
+        self._check_size()
         try:
             return self.env.begin()
         except lmdb.ReadersFullError:
@@ -114,5 +201,10 @@ class IndexEnvironment:
 
     def _extend(self) -> None:
         """Keep the file as long as the map (sparse): every mapped page can be touched, and a cut file shows."""
-        if self._data.stat().st_size < self.map_bytes:
-            os.truncate(self._data, self.map_bytes)
+        if os.fstat(self._file).st_size < self.map_bytes:
+            os.truncate(self._file, self.map_bytes)
+
+    def _check_size(self) -> None:
+        """A page of the map that the file has no longer ends the process with SIGBUS when it is touched."""
+        if os.fstat(self._file).st_size < self.map_bytes:
+            raise StoreCorruptError(f"{DATA_FILE} has been cut short while it was open")

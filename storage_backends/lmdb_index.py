@@ -1,33 +1,54 @@
 """The transactional index: which pages are stored, where, who their children are, and who goes next.
 
-    pages      key (32 bytes)              → location, checksum, stamp, parent
-    children   parent key + child key      → nothing
-    order      stamp (u64)                 → key, for pages without children only: the eviction order
-    free       first slot → count          slots with blocks on disk and no page   (slab only)
-    holes      first slot → count          slots without blocks                    (slab only)
-    values     location → bytes                                                    (inline only)
-    meta       "state" → IndexState, "identity" → JSON
+    pages      key (32 bytes)                   → namespace, segment, length, location, checksum, stamp, parent
+    children   parent key + child key           → nothing
+    order      namespace, segment, stamp        → key, for pages without children only: the eviction order
+    spaces     namespace                        → Space: its counters and rules
+    slabs      slot size                        → SlabState                              (slab only)
+    free       slot size, first slot            → count: slots with blocks and no page   (slab only)
+    holes      slot size, first slot            → count: slots without blocks            (slab only)
+    values     location                         → bytes                                  (inline only)
+    meta       "state" → IndexState, "store" → JSON, "space N" → the namespace's identity as JSON
 
 Three rules keep every call cheap. A page's parent is always stored, so presence along a chain is
 monotone and found by bisection. Only the deepest page of an access is stamped; a page inherits the
 stamp of a child that leaves, because whoever used the child used the parent. Stamps are unique and
-grow, so the order is appended to.
+grow: microseconds of the wall clock, or one more than the last where that has not moved on.
 """
 
 from __future__ import annotations
 
-import struct
+import json
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, cast
 
 from lmdb import Transaction
 
-from hicache.hashing import DIGEST_BYTES
+from hicache.hashing import DIGEST_BYTES, Field
 from hicache.storage_backends.base import PageRun
-from hicache.storage_backends.lmdb_schema import Databases, IndexState, NewPage, PageRecord
+from hicache.storage_backends.lmdb_order import PROBATION, PROTECTED, EvictionOrder
+from hicache.storage_backends.lmdb_schema import (
+    Databases,
+    Encoded,
+    IndexState,
+    NewPage,
+    PageRecord,
+    SlabState,
+    Space,
+    read_label,
+    slab_sizes,
+    space_key,
+    space_number,
+)
 
-_STAMP = struct.Struct(">Q")
+POLICIES: Final = ("lru", "slru", "fifo")
+"""Eviction policies, by their number in `Space.policy`."""
+
+_LRU, _SLRU, _FIFO = range(3)
+
+PROTECTED_SHARE = 0.8
+"""Most of the evictable pages that slru protects."""
 
 
 class IndexView:
@@ -37,198 +58,264 @@ class IndexView:
         self.txn = txn
         self.databases = databases
 
-    @property
-    def pages(self) -> int:
-        return self.txn.stat(self.databases.pages)["entries"]
-
     def state(self) -> IndexState:
         return IndexState.load(self.txn, self.databases)
 
+    def space(self, number: int) -> Space:
+        return Space.load(self.txn, self.databases, number)
+
+    def spaces(self) -> dict[int, Space]:
+        keys = self.txn.cursor(self.databases.spaces).iternext(values=False)
+        return {number: self.space(number) for number in map(space_number, keys)}
+
+    def labels(self) -> dict[int, dict[str, Field]]:
+        """The identity of each namespace."""
+        found = {}
+        for number in self.spaces():
+            raw = self.txn.get(_label_key(number), db=self.databases.meta)
+            found[number] = cast("dict[str, Field]", read_label(raw, f"label of namespace {number}"))
+        return found
+
+    def slab(self, slot_bytes: int) -> SlabState:
+        return SlabState.load(self.txn, self.databases, slot_bytes)
+
+    def slabs(self) -> dict[int, SlabState]:
+        return {size: self.slab(size) for size in slab_sizes(self.txn, self.databases)}
+
     def record(self, key: bytes) -> PageRecord | None:
         raw = self.txn.get(key, db=self.databases.pages)
-        return None if raw is None else PageRecord.unpack(raw)
+        return None if raw is None else PageRecord.unpack(key, raw)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many leading keys of a chain are stored."""
-        get, pages = self.txn.get, self.databases.pages
-        return bisect_left(keys, True, key=lambda key: get(key, db=pages) is None)
+        return bisect_left(keys, True, key=lambda key: not self.has(key))
 
-    def plan(self, runs: Sequence[PageRun], room: int) -> tuple[list[NewPage], list[int]]:
-        """Pages to be written, at most `room`, and how many leading pages of each run are stored then."""
+    def has(self, key: bytes) -> bool:
+        return self.txn.get(key, db=self.databases.pages) is not None
+
+    def oldest(self, space: int) -> int | None:
+        """Stamp of the page of a namespace that has not been used for longest; None if there is none."""
+        stamps = [entry.stamp for entry in EvictionOrder(self.txn, self.databases.order).heads(space)]
+        return min(stamps, default=None)
+
+    def plan(self, runs: Sequence[PageRun], generation: int, most: int) -> tuple[list[NewPage], list[int]]:
+        """Pages to be written, at most `most`, and how many leading pages of each run are stored then.
+
+        Nothing of a run that was made for another generation, or whose parent is not stored.
+        """
         planned: dict[bytes, NewPage] = {}
         counts = []
         for run in runs:
-            if run.parent is not None and run.parent not in planned and not self._has(run.parent):
+            late = run.generation is not None and run.generation != generation
+            if late or (run.parent is not None and run.parent not in planned and not self.has(run.parent)):
                 counts.append(0)
                 continue
-            start = self._first_new(run.keys, planned)
-            stop = min(len(run.keys), start + room - len(planned))
+            start = bisect_left(run.keys, True, key=lambda key: key not in planned and not self.has(key))
+            stop = min(len(run.keys), start + most - len(planned))
             parents = [run.parent, *run.keys]
             for key, parent, buffer in zip(run.keys[start:stop], parents[start:stop], run.buffers[start:stop]):
                 planned[key] = NewPage(key, parent, buffer)
             counts.append(stop)
         return list(planned.values()), counts
 
-    def _has(self, key: bytes) -> bool:
-        return self.txn.get(key, db=self.databases.pages) is not None
-
-    def _first_new(self, keys: Sequence[bytes], planned: dict[bytes, NewPage]) -> int:
-        return bisect_left(keys, True, key=lambda key: key not in planned and not self._has(key))
-
-
-@dataclass
-class _Eviction:
-    wanted: int
-    keep: Collection[bytes]
-    locations: list[int] = field(default_factory=list)
-
 
 class IndexWriter(IndexView):
     """Changes to the index within one write transaction; call `save` before it commits."""
 
-    def __init__(self, txn: Transaction[bytes], databases: Databases) -> None:
+    def __init__(self, txn: Transaction[bytes], databases: Databases, now_us: int) -> None:
         super().__init__(txn, databases)
         self.current = self.state()
+        self.order = EvictionOrder(txn, databases.order)
+        self._now_us = now_us
+        self._spaces: dict[int, Space] = {}
+        self._slabs: dict[int, SlabState] = {}
         self._family = txn.cursor(databases.children)
+
+    def space(self, number: int) -> Space:
+        """The namespace's counters; what is changed in them is saved."""
+        if number not in self._spaces:
+            self._spaces[number] = super().space(number)
+        return self._spaces[number]
+
+    def slab(self, slot_bytes: int) -> SlabState:
+        """The slab's counters; what is changed in them is saved."""
+        if slot_bytes not in self._slabs:
+            self._slabs[slot_bytes] = super().slab(slot_bytes)
+        return self._slabs[slot_bytes]
 
     def save(self) -> None:
         self.current.save(self.txn, self.databases)
+        for number, space in self._spaces.items():
+            space.save(self.txn, self.databases, number)
+        for slot_bytes, slab in self._slabs.items():
+            slab.save(self.txn, self.databases, slot_bytes)
 
-    def take_numbers(self, count: int) -> range:
-        """Ascending numbers that no other call gets."""
-        first = self.current.clock
-        self.current.clock += count
+    def take_stamps(self, count: int) -> range:
+        """Ascending numbers that no other call gets, from the present time on."""
+        first = max(self.current.clock, self._now_us)
+        self.current.clock = first + count
         return range(first, first + count)
+
+    def name_space(self, number: int, label: Mapping[str, Field]) -> None:
+        """Begin a namespace for an identity."""
+        self.txn.put(_label_key(number), json.dumps(label).encode(), db=self.databases.meta)
+        self.space(number)
+
+    def forget_space(self, number: int) -> None:
+        """End a namespace that has no pages."""
+        self.txn.delete(_label_key(number), db=self.databases.meta)
+        self.txn.delete(space_key(number), db=self.databases.spaces)
+        self._spaces.pop(number, None)
 
     # ---- adding -------------------------------------------------------------------------------
 
-    def insert(self, pages: Sequence[NewPage], locations: Sequence[int], checksums: Sequence[int]) -> None:
+    def insert(self, number: int, pages: Sequence[NewPage], forms: Sequence[Encoded], locations: Sequence[int]) -> None:
         """Add pages, each after its parent. Those without a child among `pages` become evictable."""
-        stamps = self.take_numbers(len(pages))
-        records, links, leaves = [], [], []
-        own = {page.key for page in pages}
-        parents = {page.parent for page in pages}
-        for stamp, page, location, checksum in zip(stamps, pages, locations, checksums):
-            records.append((page.key, PageRecord(location, checksum, stamp, page.parent).pack()))
-            if page.parent is not None:
-                links.append((page.parent + page.key, b""))
-            if page.key not in parents:
-                leaves.append((_STAMP.pack(stamp), page.key))
-        self.txn.cursor(self.databases.pages).putmulti(records)
+        space = self.space(number)
+        records: dict[bytes, PageRecord] = {}
+        for stamp, page, form, location in zip(self.take_stamps(len(pages)), pages, forms, locations):
+            records[page.key] = PageRecord(number, PROBATION, form.length, location, form.checksum, stamp, page.parent)
+        packed = [(key, record.pack(key)) for key, record in records.items()]
+        self.txn.cursor(self.databases.pages).putmulti(packed)
+        links = [(page.parent + page.key, b"") for page in pages if page.parent is not None]
         self.txn.cursor(self.databases.children).putmulti(links)
-        self.txn.cursor(self.databases.order).putmulti(leaves, append=True)
-        for key in parents - own:
-            if key is not None and (record := self.record(key)) is not None:
-                self._leave_order(record.stamp)
+        parents = {page.parent for page in pages if page.parent is not None}
+        for key in parents - records.keys():
+            if (record := self.record(key)) is not None:
+                self.leave_order(record)
+        for key in records.keys() - parents:
+            self._enter_order(key, records[key])
+        cost = sum(record.cost for record in records.values())
+        space.pages += len(pages)
+        space.live_bytes += cost
+        self.current.live_bytes += cost
 
     def touch(self, key: bytes) -> None:
-        """Mark a page as the most recently used one; nothing if it is gone."""
+        """A page was used; nothing if it is gone, or if use does not count with its namespace's policy."""
         record = self.record(key)
-        if record is None:
+        if record is None or (policy := self.space(record.space).policy) == _FIFO:
             return
-        childless = self._leave_order(record.stamp)
-        (stamp,) = self.take_numbers(1)
-        self.txn.put(key, record._replace(stamp=stamp).pack(), db=self.databases.pages)
-        if childless:
-            self.txn.put(_STAMP.pack(stamp), key, append=True, db=self.databases.order)
+        leaf = self.leave_order(record)
+        (stamp,) = self.take_stamps(1)
+        used = record._replace(stamp=stamp, segment=PROTECTED if policy == _SLRU else PROBATION)
+        self._put(key, used)
+        if leaf:
+            self._enter_order(key, used)
 
     # ---- removing -----------------------------------------------------------------------------
 
-    def evict(self, count: int, keep: Collection[bytes] = ()) -> list[int]:
-        """Remove the `count` least recently used pages, children first; returns their locations.
-
-        Pages in `keep`, and thereby their ancestors, stay: fewer go if nothing else is left.
-        """
-        eviction = _Eviction(count, keep)
-        cursor = self.txn.cursor(self.databases.order)
-        found = cursor.first()
-        while found and len(eviction.locations) < count:
-            stamp, key = cursor.key(), cursor.value()
-            if key in keep:
-                found = cursor.next()
-                continue
-            cursor.delete()
-            self._evict_chain(eviction, key, _STAMP.unpack(stamp)[0])
-            found = cursor.set_range(stamp)
-        self.current.evicted += len(eviction.locations)
-        return eviction.locations
-
-    def remove(self, key: bytes) -> list[int]:
-        """Remove a page and everything below it; returns the locations."""
+    def remove(self, key: bytes) -> list[PageRecord]:
+        """Remove a page and everything below it; returns the records."""
         record = self.record(key)
         if record is None:
             return []
         if record.parent is not None:
             self._unlink(record.parent, key)
-        removed = []
+        removed: list[PageRecord] = []
         doomed = [key]
         for each in doomed:
-            below = list(self._children(each))
+            below = list(self.children(each))
             for child in below:
                 self._unlink(each, child)
             doomed.extend(below)
-            removed.extend(self._pop(each))
+            if (gone := self.record(each)) is not None:
+                self.leave_order(gone)
+                self._delete(each, gone)
+                removed.append(gone)
         if record.parent is not None:
-            self._child_left(record.parent, max(gone.stamp for gone in removed))
-        return [gone.location for gone in removed]
+            self.child_left(record.parent, max(removed, key=lambda gone: gone.stamp))
+        return removed
 
-    def clear(self) -> int:
-        """Remove every page; returns how many. The generation moves on."""
-        count = self.pages
-        for database in self.databases[1:]:
-            self.txn.drop(database, delete=False)
-        self.current.generation += 1
-        self.current.backed = 0
-        return count
-
-    def _evict_chain(self, eviction: _Eviction, key: bytes, stamp: int) -> None:
-        """Evict a childless page that has left the order, then its ancestors as long as they are next in line."""
-        record = self.record(key)
-        while record is not None:
-            self.txn.delete(key, db=self.databases.pages)
-            eviction.locations.append(record.location)
-            if record.parent is None:
-                return
+    def remove_leaf(self, key: bytes, record: PageRecord) -> bytes | None:
+        """Remove a page without children that has left the order; returns the key of its parent."""
+        self._delete(key, record)
+        if record.parent is not None:
             self._unlink(record.parent, key)
-            key = record.parent
-            record = self.record(key)
-            last = len(eviction.locations) >= eviction.wanted or key in eviction.keep
-            if last or record is None or record.stamp > stamp or self._has_children(key):
-                self._child_left(key, stamp)
-                return
+        return record.parent
 
-    def _pop(self, key: bytes) -> list[PageRecord]:
-        record = self.record(key)
-        if record is None:
-            return []
-        self.txn.delete(key, db=self.databases.pages)
-        self._leave_order(record.stamp)
-        return [record]
+    def drop_all(self) -> None:
+        """Remove every page of every namespace at once; their slots are not accounted for any more."""
+        for name in ("pages", "children", "order", "values"):
+            self.txn.drop(getattr(self.databases, name), delete=False)
+        for number in self.spaces():
+            space = self.space(number)
+            space.pages = space.live_bytes = space.leaves = space.protected = 0
+        self.current.live_bytes = 0
 
-    def _unlink(self, parent: bytes, child: bytes) -> None:
-        self.txn.delete(parent + child, db=self.databases.children)
+    # ---- families -----------------------------------------------------------------------------
 
-    def _children(self, key: bytes) -> Iterator[bytes]:
+    def children(self, key: bytes) -> Iterator[bytes]:
         cursor = self.txn.cursor(self.databases.children)
         found = cursor.set_range(key)
         while found and cursor.key().startswith(key):
             yield cursor.key()[DIGEST_BYTES:]
             found = cursor.next()
 
-    def _has_children(self, key: bytes) -> bool:
+    def has_children(self, key: bytes) -> bool:
         return self._family.set_range(key) and self._family.key().startswith(key)
 
-    def _child_left(self, key: bytes, stamp: int) -> None:
+    def _unlink(self, parent: bytes, child: bytes) -> None:
+        self.txn.delete(parent + child, db=self.databases.children)
+
+    def child_left(self, key: bytes, child: PageRecord) -> None:
         """A page is as recently used as the child that left, and evictable if that was its last."""
         record = self.record(key)
         if record is None:
             return
-        if stamp > record.stamp:
-            record = record._replace(stamp=stamp)
-            self.txn.put(key, record.pack(), db=self.databases.pages)
-        if not self._has_children(key):
-            self.txn.put(_STAMP.pack(record.stamp), key, db=self.databases.order)
+        if self.space(record.space).policy != _FIFO and child.stamp > record.stamp:
+            record = record._replace(stamp=child.stamp, segment=max(child.segment, record.segment))
+            self._put(key, record)
+        if not self.has_children(key):
+            self._enter_order(key, record)
 
-    def _leave_order(self, stamp: int) -> bool:
-        """True if the page with this stamp was in the order."""
-        return self.txn.delete(_STAMP.pack(stamp), db=self.databases.order)
+    # ---- the order ----------------------------------------------------------------------------
+
+    def _enter_order(self, key: bytes, record: PageRecord) -> None:
+        space = self.space(record.space)
+        self.order.enter(record.space, record.segment, record.stamp, key)
+        space.leaves += 1
+        if record.segment == PROTECTED:
+            space.protected += 1
+            if space.protected > space.leaves * PROTECTED_SHARE:
+                self._unprotect_one(record.space)
+
+    def leave_order(self, record: PageRecord) -> bool:
+        """True if the page was in the order: it had no children."""
+        left = self.order.leave(record.space, record.segment, record.stamp)
+        if left:
+            self.left_order(record)
+        return left
+
+    def left_order(self, record: PageRecord) -> None:
+        """Count a page that has left the order."""
+        space = self.space(record.space)
+        space.leaves -= 1
+        space.protected -= record.segment == PROTECTED
+
+    def _unprotect_one(self, number: int) -> None:
+        """The protected page that was not used for longest goes back to probation, as if used now: a second chance."""
+        entry = self.order.first(number, PROTECTED)
+        record = self.record(entry.key) if entry is not None else None
+        if entry is None or record is None:
+            return
+        self.leave_order(record)
+        (stamp,) = self.take_stamps(1)
+        record = record._replace(segment=PROBATION, stamp=stamp)
+        self._put(entry.key, record)
+        self._enter_order(entry.key, record)
+
+    # ---- records ------------------------------------------------------------------------------
+
+    def _put(self, key: bytes, record: PageRecord) -> None:
+        self.txn.put(key, record.pack(key), db=self.databases.pages)
+
+    def _delete(self, key: bytes, record: PageRecord) -> None:
+        self.txn.delete(key, db=self.databases.pages)
+        space = self.space(record.space)
+        space.pages -= 1
+        space.live_bytes -= record.cost
+        self.current.live_bytes -= record.cost
+
+
+def _label_key(number: int) -> bytes:
+    return f"space {number}".encode()

@@ -1,128 +1,162 @@
-"""Opening a store's folder: can it be one, is it open already, is it whole, and whose pages does it hold."""
+"""Opening a store's folder: can it be one, who else has it open, is it whole, and what is it a store of.
+
+Whoever comes first has the folder alone for a moment: it looks the store over, sets aside what cannot be
+used, and takes up what an earlier process left. Then it shares it with whoever joins.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable
+import time
 from pathlib import Path
 
-import lmdb
-
-from hicache.errors import ConfigError, StoreCorruptError, StoreIdentityError, StoreUnavailableError
-from hicache.hashing import Field, StoreIdentity
-from hicache.storage_backends.budget import Budget
-from hicache.storage_backends.lmdb_damage import set_aside, used_data_bytes
-from hicache.storage_backends.lmdb_env import Durability, IndexEnvironment, storage_errors
-
-STORE_FORMAT = 1
-
-_META = b"meta"
-_IDENTITY = b"identity"
+from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from hicache.storage_backends.filesystem import check_local
+from hicache.storage_backends.lmdb_damage import (
+    MARK_FILE,
+    MAX_WALKED_BYTES,
+    check_mark,
+    set_aside,
+    used_data_bytes,
+    walk_index,
+)
+from hicache.storage_backends.lmdb_env import DATA_FILE, Durability
 
 LOCK_FILE = "lock"
+SESSION_FILE = "session"
+SLAB_FILE = "slab"
 
+JOIN_SECONDS = 30.0
+"""How long a process that joins waits for one that looks the store over."""
 
-def store_identity(identity: StoreIdentity, values: str) -> dict[str, Field]:
-    """Everything that must be equal for a store to be used."""
-    return {**identity.flat(), "store.values": values, "store.format": STORE_FORMAT}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StoreFolder:
-    """The folder of one store. Until `release`, or the end of the process, nobody else gets it."""
+    """The folder of one store, shared from `open` to `release` with other processes that have it open."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder if need be.
+        """Create the folder if need be. Raises ConfigError if it cannot be used."""
+        self.path = path.resolve()  # a symlink stays where it is when a store is set aside
+        check_local(self.path)
+        self._lock = _open_lock(self.path)
 
-        Raises ConfigError if it cannot be used, StoreUnavailableError if the store is open elsewhere.
-        """
-        self.path = path.resolve()  # a symlink stays where it is when a damaged store is set aside
-        self._lock = _lock_folder(self.path)
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for two paths to the same folder."""
+        stat = os.stat(self.path)
+        return stat.st_dev, stat.st_ino
 
-    def open_index(
-        self, expected: dict[str, Field], split: Callable[[int], Budget], durability: Durability
-    ) -> tuple[IndexEnvironment, Budget]:
-        """Open the index, in a clean store if this one is damaged.
-
-        `split` turns the bytes that the index takes already into limits. Raises StoreIdentityError,
-        with nothing changed on disk, if the store was made for another identity.
-        """
+    def try_alone(self) -> bool:
+        """True if nobody else has the store open: nobody gets it until `share`."""
+        self._renew()
         try:
-            return self._open_index(expected, split, durability)
-        except StoreCorruptError as error:
-            set_aside(self.path, str(error))
-            lock = _lock_folder(self.path)
-            self.release()
-            self._lock = lock
-            return self._open_index(expected, split, durability)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def share(self) -> None:
+        """Open the store to others, or wait until it is open to us. Raises StoreUnavailableError."""
+        until = time.monotonic() + JOIN_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise StoreUnavailableError(
+                        f"the store in {self.path} is being repaired or compacted by another process: wait for it",
+                        "busy",
+                    ) from None
+            time.sleep(0.01)
+
+    @property
+    def replaced(self) -> bool:
+        """True if the folder was set aside before we shared it."""
+        try:
+            return os.stat(self.path / LOCK_FILE).st_ino != os.fstat(self._lock).st_ino
+        except OSError:
+            return True
+
+    def check(self) -> None:
+        """Is what lies here whole? To be called alone.
+
+        Raises StoreCorruptError, or ConfigError if a store would begin among files that are not its own.
+        """
+        used = used_data_bytes(self.path)
+        check_mark(self.path)
+        if not used:
+            self._check_empty()
+        else:
+            self._check_session()
+            if used <= MAX_WALKED_BYTES:
+                walk_index(self.path)
+
+    def set_aside(self, reason: str) -> None:
+        """Make room for a new store. To be called alone; the new folder is ours alone, too."""
+        set_aside(self.path, reason)
+        self._renew()
+        if not self.try_alone():
+            raise StoreUnavailableError(f"the store in {self.path} was opened while it was begun anew", "busy")
+
+    def begin_session(self, durability: Durability) -> None:
+        """Note that power may go from now on; `end_session` takes that back."""
+        session = {"boot_id": _boot_id(), "durability": durability, "clean": False}
+        (self.path / SESSION_FILE).write_text(json.dumps(session))
+
+    def end_session(self) -> None:
+        """Everything has been made durable, and nobody else has the store open."""
+        (self.path / SESSION_FILE).write_text(json.dumps({"clean": True}))
 
     def release(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing alone would leave it to children forked meanwhile
         os.close(self._lock)
 
-    def _open_index(
-        self, expected: dict[str, Field], split: Callable[[int], Budget], durability: Durability
-    ) -> tuple[IndexEnvironment, Budget]:
-        budget = split(used_data_bytes(self.path))
-        with storage_errors(f"store {self.path}"):
-            env = IndexEnvironment(self.path, budget.map_bytes, durability)
-            try:
-                _check_identity(env.env, self.path, expected)
-                env.open_databases({_IDENTITY: json.dumps(expected).encode()})
-            except BaseException:
-                env.close()
-                raise
-        return env, budget
+    def _check_empty(self) -> None:
+        """A damaged store is set aside with its folder, which must not take anything else along."""
+        strangers = sorted(name for name in os.listdir(self.path) if not _is_own(name))
+        if strangers:
+            raise ConfigError(f"storage path {self.path} holds other files ({strangers[0]}, ...): give an empty folder")
+
+    def _check_session(self) -> None:
+        """Without syncs, an index that the power was taken from is not to be believed."""
+        try:
+            session = json.loads((self.path / SESSION_FILE).read_text())
+            lost = not session["clean"] and session["durability"] == "none" and session["boot_id"] != _boot_id()
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # a file of a few bytes that was not written in time: as after a killed process
+        if lost:
+            raise StoreCorruptError("the machine went down while it was open with durability: none")
+
+    def _renew(self) -> None:
+        """Lock the folder that is there now."""
+        if self.replaced:
+            os.close(self._lock)
+            self._lock = _open_lock(self.path)
 
 
-def _lock_folder(path: Path) -> int:
-    """A file descriptor whose lock keeps every other backend out, in this process and in others."""
+def _is_own(name: str) -> bool:
+    return name in (DATA_FILE, "lock.mdb", LOCK_FILE, SESSION_FILE, MARK_FILE, "lost+found") or name.startswith(
+        SLAB_FILE
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _open_lock(path: Path) -> int:
     try:
         path.mkdir(exist_ok=True)
-        file = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise StoreUnavailableError(f"storage path {path}: {error.strerror}", "disk_full") from error
         raise ConfigError(f"storage path {path}: {error.strerror}; give a folder that can be written") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise StoreUnavailableError(
-            f"the store in {path} is open already, in this process or another; close it there or use another path"
-        ) from error
-    return file
-
-
-def _check_identity(env: lmdb.Environment, path: Path, expected: dict[str, Field]) -> None:
-    """Raises StoreIdentityError, without writing, if the store was made for another identity."""
-    found = _read_identity(env, path)
-    if found is None:
-        return
-    differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-    if differing:
-        fields = ", ".join(f"{name} is {expected.get(name)!r} here and {found.get(name)!r} there" for name in differing)
-        raise StoreIdentityError(
-            f"the store in {path} was written for another identity: {fields}; choose another path or remove the store"
-        )
-
-
-def _read_identity(env: lmdb.Environment, path: Path) -> dict[str, Field] | None:
-    """None if the environment is empty."""
-    with env.begin() as txn:
-        if not txn.stat()["entries"]:
-            return None
-        try:
-            raw = txn.get(_IDENTITY, db=env.open_db(_META, txn=txn, create=False))
-        except lmdb.Error as error:
-            raise StoreIdentityError(f"{path} holds the LMDB database of another program; use another path") from error
-    return _parse_identity(raw)
-
-
-def _parse_identity(raw: bytes | None) -> dict[str, Field]:
-    try:
-        found = json.loads(raw or b"")
-    except ValueError as error:
-        raise StoreCorruptError("the store's identity cannot be read") from error
-    if not isinstance(found, dict):
-        raise StoreCorruptError("the store's identity cannot be read")
-    return found

@@ -1,30 +1,35 @@
-"""Where the pages' bytes lie: in a slab file beside the index, or in the index itself."""
+"""Where the pages' bytes lie: in slab files beside the index, or in the index itself."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import struct
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
-from hicache.errors import StoreUnavailableError
-from hicache.layout import KVLayout
+from hicache.errors import StoreCorruptError
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import IndexEnvironment
-from hicache.storage_backends.lmdb_index import IndexWriter
-from hicache.storage_backends.lmdb_schema import PageRecord, leading_records
+from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
+from hicache.storage_backends.lmdb_open import SLAB_FILE
+from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, leading_records, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ExtentSet
 from hicache.storage_backends.slab import SlabFile
 
-SLAB_FILE = "slab"
-
 _LOCATION = struct.Struct(">Q")
 
-_ALL_SLOTS = range(1 << 48)
+_ALL_SLOTS = range(1 << 40)
 
 GROWTH_BYTES = 64 << 20
 """A slab grows by this much at a time, so that its file has few extents."""
+
+Place: TypeAlias = Callable[[Sequence[PageRecord]], Sequence[memoryview]]
+"""Where the bytes of these pages are to be read to, each of at least its `length` bytes, best of its whole slot."""
 
 log = logging.getLogger(__name__)
 
@@ -32,58 +37,43 @@ log = logging.getLogger(__name__)
 class PageValues(ABC):
     """Bytes of pages by location. Whatever takes an `index` is part of that transaction."""
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+    @abstractmethod
+    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
+        """Read the leading pages that are stored to where `place` wants them; returns their records.
 
-    def read(self, env: IndexEnvironment, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
-        """How many leading pages are stored, and how many of those are in `buffers` now, verified."""
-        records = self.load(env, keys, buffers)
-        size = self._layout.page_bytes
-        for number, (record, key, buffer) in enumerate(zip(records, keys, buffers)):
-            if page_checksum(key, buffer[:size]) != record.checksum:
-                return len(records), number
-        return len(records), len(records)
-
-    def is_whole(self, index: IndexWriter, key: bytes, record: PageRecord) -> bool:
-        """Does a page match its checksum? No writer can move it meanwhile."""
-        page = memoryview(bytearray(self._layout.page_stride))
-        self.load_one(index, record, page)
-        return page_checksum(key, page[: self._layout.page_bytes]) == record.checksum
+        Nothing is verified yet, and the place of a page that cannot be read whole keeps garbage.
+        """
 
     @abstractmethod
-    def recover(self, index: IndexWriter) -> None:
-        """Take up what an earlier process left; called once, at open."""
+    def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
+        """The bytes of one page. Nothing is verified yet."""
 
     @abstractmethod
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[PageRecord]:
-        """Fill buffers with the leading pages that are stored; returns their records. Nothing is verified yet."""
-
-    @abstractmethod
-    def load_one(self, index: IndexWriter, record: PageRecord, buffer: memoryview) -> None:
-        """Fill a buffer while no other writer can move the page. Nothing is verified yet."""
-
-    @abstractmethod
-    def store(self, index: IndexWriter, buffers: Sequence[memoryview], max_pages: int) -> list[int]:
+    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
         """Write pages; returns their locations. The caller has seen to it that there is room."""
 
     @abstractmethod
-    def free(self, index: IndexWriter, locations: Sequence[int]) -> None:
+    def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
         """Forget pages; their room is for transactions after this one."""
 
     @abstractmethod
-    def shrink(self, index: IndexWriter, max_pages: int) -> None:
-        """Give back what is held on disk beyond `max_pages`, after pages have been evicted."""
+    def free_all(self, index: IndexWriter) -> None:
+        """As `free` for all pages, which have been dropped."""
 
     @abstractmethod
-    def clear(self, index: IndexWriter) -> None:
-        """Hold nothing; called after the index has been cleared."""
+    def recover(self, index: IndexWriter) -> None:
+        """Take up what an earlier process left. To be called with the store alone."""
 
     @abstractmethod
-    def trim(self) -> None:
-        """Give all bytes back; called after `clear` has been committed."""
+    def shrink(self, index: IndexWriter) -> None:
+        """Give back what is held on disk beyond the store's limit, after pages have been evicted."""
 
     @abstractmethod
-    def flip_byte(self, index: IndexWriter, location: int) -> None:
+    def release(self, index: IndexWriter) -> None:
+        """Give all bytes back that hold no page, after pages have been removed and that has been committed."""
+
+    @abstractmethod
+    def flip_byte(self, index: IndexWriter, record: PageRecord) -> None:
         """Damage a page, for drills."""
 
     @property
@@ -98,141 +88,219 @@ class PageValues(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def is_whole(self, index: IndexView, key: bytes, record: PageRecord) -> bool:
+        """Does a page match its checksum? Within a write transaction no writer can move it meanwhile."""
+        data = self.load_one(index, record)
+        return len(data) == record.length and page_checksum(key, data) == record.checksum
+
 
 class SlabValues(PageValues):
-    """Location = slot of the slab file.
+    """Location = slab and slot. There is a slab for each slot size.
 
     Slots freed by a transaction are written to after its commit only, so that a crash leaves slots
     without references, never references to other bytes. A reader may meet a slot that was freed and
     written meanwhile: its checksum tells.
     """
 
-    def __init__(self, folder: Path, layout: KVLayout) -> None:
-        super().__init__(layout)
-        self._path = folder / SLAB_FILE
-        self._slab = SlabFile(self._path, layout)
-        self._growth = max(1, GROWTH_BYTES // layout.page_stride)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._slabs: dict[int, SlabFile] = {}
+        self._opening = threading.Lock()
 
-    def recover(self, index: IndexWriter) -> None:
-        """Slots that a crash left without a reference are in the index's sets already; their blocks go back."""
-        _, holes = _extents(index)
-        tail = holes.last()
-        if tail is None:
-            tail = _ALL_SLOTS
-            holes.add_extent(tail)
-        if self._slab.slots < tail.start:
-            lost = tail.start - self._slab.slots
-            log.warning("%s lacks %d slots: pages in them will be found damaged and removed", self._path, lost)
-        self._slab.resize(tail.start)
-        for extent in holes:
-            self._slab.release(extent)
-
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[PageRecord]:
+    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
         with env.view() as view:
             records = leading_records(view.txn, view.databases, keys)
         # The transaction is over: LMDB need not keep old pages while the disk works.
-        self._slab.read([record.location for record in records], buffers)
+        places = place(records)
+        for slot_bytes, numbers in _by_slab([record.location for record in records]):
+            slots = [slot_of(records[number].location) for number in numbers]
+            self._slab(slot_bytes).read(slots, [places[number] for number in numbers])
         return records
 
-    def load_one(self, index: IndexWriter, record: PageRecord, buffer: memoryview) -> None:
-        self._slab.read([record.location], [buffer])
+    def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
+        slot_bytes = slab_of(record.location)
+        page = memoryview(mmap.mmap(-1, slot_bytes))
+        self._slab(slot_bytes).read([slot_of(record.location)], [page])
+        return page[: record.length]
 
-    def store(self, index: IndexWriter, buffers: Sequence[memoryview], max_pages: int) -> list[int]:
-        slots = self._allocate(index, len(buffers), max_pages)
-        self._slab.write(slots, buffers)
-        return slots
+    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
+        locations = [0] * len(pages)
+        by_size: defaultdict[int, list[int]] = defaultdict(list)
+        for number, page in enumerate(pages):
+            by_size[page.slot_bytes].append(number)
+        for slot_bytes, numbers in by_size.items():
+            slots = self._allocate(index, slot_bytes, len(numbers))
+            self._slab(slot_bytes).write(slots, [pages[number].buffer for number in numbers])
+            for number, slot in zip(numbers, slots):
+                locations[number] = slot_location(slot_bytes, slot)
+        return locations
 
-    def free(self, index: IndexWriter, locations: Sequence[int]) -> None:
-        free, _ = _extents(index)
-        free.add(locations)
+    def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
+        by_size: defaultdict[int, list[int]] = defaultdict(list)
+        for record in records:
+            by_size[slab_of(record.location)].append(slot_of(record.location))
+        for slot_bytes, slots in by_size.items():
+            ExtentSet(index.txn, index.databases.free, slot_bytes).add(slots)
+            index.slab(slot_bytes).used -= len(slots)
 
-    def shrink(self, index: IndexWriter, max_pages: int) -> None:
-        free, holes = _extents(index)
-        surplus = index.current.backed - max_pages
-        for extent in free.take(max(0, surplus)):
-            self._slab.release(extent)
-            holes.add_extent(extent)
-            index.current.backed -= len(extent)
+    def free_all(self, index: IndexWriter) -> None:
+        index.txn.drop(index.databases.free, delete=False)
+        for slot_bytes in index.slabs():
+            free, holes = _extents(index, slot_bytes)
+            start = 0
+            for hole in holes:
+                if start < hole.start:
+                    free.add_extent(range(start, hole.start))
+                start = hole.stop
+            index.slab(slot_bytes).used = 0
 
-    def clear(self, index: IndexWriter) -> None:
-        _, holes = _extents(index)
-        holes.add_extent(_ALL_SLOTS)
+    def recover(self, index: IndexWriter) -> None:
+        """Slots that a crash left without a reference are in the index's sets already; their blocks go back."""
+        known = index.slabs()
+        for path in self._folder.glob(f"{SLAB_FILE}-*"):
+            if path.name not in {_file_name(slot_bytes) for slot_bytes in known}:
+                path.unlink()  # of a transaction that was not committed
+        for slot_bytes in known:
+            self._recover_slab(index, slot_bytes)
 
-    def trim(self) -> None:
-        self._slab.resize(0)
+    def shrink(self, index: IndexWriter) -> None:
+        self._release_free(index, index.current.backed_bytes - index.current.data_bytes)
 
-    def flip_byte(self, index: IndexWriter, location: int) -> None:
-        page = memoryview(bytearray(self._layout.page_stride))
-        self._slab.read([location], [page])
-        page[self._layout.page_bytes // 2] ^= 0xFF
-        self._slab.write([location], [page])
+    def release(self, index: IndexWriter) -> None:
+        self._release_free(index, index.current.backed_bytes)
+        for slot_bytes in index.slabs():
+            tail = _extents(index, slot_bytes)[1].last()
+            if tail is not None:
+                self._slab(slot_bytes).resize(tail.start)
+
+    def flip_byte(self, index: IndexWriter, record: PageRecord) -> None:
+        slot_bytes, slot = slab_of(record.location), slot_of(record.location)
+        page = memoryview(mmap.mmap(-1, slot_bytes))
+        self._slab(slot_bytes).read([slot], [page])
+        page[record.length // 2] ^= 0xFF
+        self._slab(slot_bytes).write([slot], [page])
 
     @property
     def allocated_bytes(self) -> int:
-        return self._slab.allocated_bytes
+        return sum(path.stat().st_blocks * 512 for path in self._folder.glob(f"{SLAB_FILE}-*"))
 
     def sync(self) -> None:
-        self._slab.sync()
+        for slab in list(self._slabs.values()):
+            slab.sync()
 
     def close(self) -> None:
-        self._slab.close()
+        for slab in self._slabs.values():
+            slab.close()
+        self._slabs.clear()
 
-    def _allocate(self, index: IndexWriter, count: int, max_pages: int) -> list[int]:
-        free, holes = _extents(index)
-        short = count - (index.current.backed - index.pages)
+    # ---- slots --------------------------------------------------------------------------------
+
+    def _slab(self, slot_bytes: int) -> SlabFile:
+        with self._opening:
+            if slot_bytes not in self._slabs:
+                self._slabs[slot_bytes] = SlabFile(self._folder / _file_name(slot_bytes), slot_bytes)
+            return self._slabs[slot_bytes]
+
+    def _allocate(self, index: IndexWriter, slot_bytes: int, count: int) -> list[int]:
+        free, _ = _extents(index, slot_bytes)
+        slab = index.slab(slot_bytes)
+        short = count - (slab.backed - slab.used)
         if short > 0:
-            for extent in holes.take(min(max(short, self._growth), max_pages - index.current.backed)):
-                self._slab.reserve(extent)
-                free.add_extent(extent)
-                index.current.backed += len(extent)
+            self._grow(index, slot_bytes, short)
         slots = [slot for extent in free.take(count) for slot in extent]
         if len(slots) < count:
-            raise StoreUnavailableError(f"{count} slots should be free and {len(slots)} are: the index is damaged")
+            raise StoreCorruptError(f"{count} slots of {slot_bytes} bytes should be free and {len(slots)} are")
+        slab.used += count
         return slots
+
+    def _grow(self, index: IndexWriter, slot_bytes: int, short: int) -> None:
+        """Back `short` slots or more with blocks, at the expense of free slots of other slabs where need be."""
+        state, slab = index.current, index.slab(slot_bytes)
+        free, holes = _extents(index, slot_bytes)
+        if not slab.backed and holes.last() is None:
+            holes.add_extent(_ALL_SLOTS)
+        room = (state.data_bytes - state.backed_bytes) // slot_bytes
+        if room < short:
+            self._release_free(index, short * slot_bytes - (state.data_bytes - state.backed_bytes), spare=slot_bytes)
+            room = short
+        for extent in holes.take(min(max(short, GROWTH_BYTES // slot_bytes), room)):
+            self._slab(slot_bytes).reserve(extent)
+            free.add_extent(extent)
+            slab.backed += len(extent)
+            state.backed_bytes += len(extent) * slot_bytes
+
+    def _release_free(self, index: IndexWriter, nbytes: int, spare: int = 0) -> None:
+        """Give blocks of free slots back, `nbytes` bytes of them if there are so many, but none of the slab `spare`."""
+        for slot_bytes in reversed(index.slabs()):
+            if nbytes <= 0:
+                return
+            if slot_bytes == spare:
+                continue
+            free, holes = _extents(index, slot_bytes)
+            for extent in free.take(-(-nbytes // slot_bytes)):
+                self._slab(slot_bytes).release(extent)
+                holes.add_extent(extent)
+                index.slab(slot_bytes).backed -= len(extent)
+                index.current.backed_bytes -= len(extent) * slot_bytes
+                nbytes -= len(extent) * slot_bytes
+
+    def _recover_slab(self, index: IndexWriter, slot_bytes: int) -> None:
+        _, holes = _extents(index, slot_bytes)
+        tail = holes.last()
+        if tail is None or tail.stop != _ALL_SLOTS.stop:
+            raise StoreCorruptError(f"the slots of {slot_bytes} bytes have no end")
+        slab = self._slab(slot_bytes)
+        if slab.slots < tail.start:
+            lost = tail.start - slab.slots
+            log.warning("%s lacks %d slots: pages in them will be found damaged and removed", slab.path, lost)
+        slab.resize(tail.start)
+        for extent in holes:
+            slab.release(extent)
 
 
 class InlineValues(PageValues):
     """Location = key in the `values` database. Simple, and slower than a slab: every page is copied by LMDB."""
 
+    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
+        with env.buffers() as txn:
+            records = leading_records(txn, env.databases, keys)
+            for record, target in zip(records, place(records)):
+                value = txn.get(_LOCATION.pack(record.location), b"", db=env.databases.values)
+                if len(value) == record.length:
+                    target[: len(value)] = value
+        return records
+
+    def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
+        return memoryview(index.txn.get(_LOCATION.pack(record.location), b"", db=index.databases.values))
+
+    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
+        first = index.current.values
+        index.current.values += len(pages)
+        for location, page in enumerate(pages, first):
+            value = page.buffer[: page.length]
+            index.txn.put(_LOCATION.pack(location), value, append=True, db=index.databases.values)
+        return list(range(first, first + len(pages)))
+
+    def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
+        for record in records:
+            index.txn.delete(_LOCATION.pack(record.location), db=index.databases.values)
+
+    def free_all(self, index: IndexWriter) -> None:
+        """Nothing: the values were dropped with the pages."""
+
     def recover(self, index: IndexWriter) -> None:
         """Nothing: values and index are one transaction."""
 
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[PageRecord]:
-        with env.buffers() as txn:
-            records = leading_records(txn, env.databases, keys)
-            for record, buffer in zip(records, buffers):
-                value = txn.get(_LOCATION.pack(record.location), b"", db=env.databases.values)
-                buffer[: len(value)] = value
-        return records
-
-    def load_one(self, index: IndexWriter, record: PageRecord, buffer: memoryview) -> None:
-        value = index.txn.get(_LOCATION.pack(record.location), b"", db=index.databases.values)
-        buffer[: len(value)] = value
-
-    def store(self, index: IndexWriter, buffers: Sequence[memoryview], max_pages: int) -> list[int]:
-        locations = index.take_numbers(len(buffers))
-        for location, buffer in zip(locations, buffers):
-            value = buffer[: self._layout.page_bytes]
-            index.txn.put(_LOCATION.pack(location), value, append=True, db=index.databases.values)
-        return list(locations)
-
-    def free(self, index: IndexWriter, locations: Sequence[int]) -> None:
-        for location in locations:
-            index.txn.delete(_LOCATION.pack(location), db=index.databases.values)
-
-    def shrink(self, index: IndexWriter, max_pages: int) -> None:
+    def shrink(self, index: IndexWriter) -> None:
         """Nothing: LMDB keeps the room of deleted values for new ones, its file never shrinks."""
 
-    def clear(self, index: IndexWriter) -> None:
-        """Nothing: the values were cleared with the index."""
-
-    def trim(self) -> None:
+    def release(self, index: IndexWriter) -> None:
         """Nothing, as in `shrink`."""
 
-    def flip_byte(self, index: IndexWriter, location: int) -> None:
-        value = bytearray(index.txn.get(_LOCATION.pack(location), b"", db=index.databases.values))
+    def flip_byte(self, index: IndexWriter, record: PageRecord) -> None:
+        value = bytearray(self.load_one(index, record))
         value[len(value) // 2] ^= 0xFF
-        index.txn.put(_LOCATION.pack(location), value, db=index.databases.values)
+        index.txn.put(_LOCATION.pack(record.location), value, db=index.databases.values)
 
     @property
     def allocated_bytes(self) -> int:
@@ -245,6 +313,19 @@ class InlineValues(PageValues):
         """Nothing is open."""
 
 
-def _extents(index: IndexWriter) -> tuple[ExtentSet, ExtentSet]:
+def _extents(index: IndexView, slot_bytes: int) -> tuple[ExtentSet, ExtentSet]:
     """Slots with blocks and without a page, slots without blocks."""
-    return ExtentSet(index.txn, index.databases.free), ExtentSet(index.txn, index.databases.holes)
+    databases = index.databases
+    return ExtentSet(index.txn, databases.free, slot_bytes), ExtentSet(index.txn, databases.holes, slot_bytes)
+
+
+def _file_name(slot_bytes: int) -> str:
+    return f"{SLAB_FILE}-{slot_bytes}"
+
+
+def _by_slab(locations: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Positions in `locations` by the slot size of their slab."""
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for number, location in enumerate(locations):
+        by_size[slab_of(location)].append(number)
+    yield from by_size.items()

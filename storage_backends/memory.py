@@ -36,6 +36,7 @@ class MemoryBackend(StorageBackend):
         self._leaves: list[tuple[int, bytes]] = []  # heap of (stamp, key); an entry whose stamp is old is void
         self._clock = 0
         self._evicted = 0
+        self._generation = 0
         self._closed = False
         self._lock = threading.Lock()
 
@@ -76,7 +77,13 @@ class MemoryBackend(StorageBackend):
             count = len(self._pages)
             self._pages.clear()
             self._leaves.clear()
+            self._generation += 1
             return count
+
+    def generation(self) -> int:
+        with self._lock:
+            self._check_open()
+            return self._generation
 
     def usage(self) -> StorageUsage:
         with self._lock:
@@ -116,7 +123,8 @@ class MemoryBackend(StorageBackend):
         return True
 
     def _write(self, run: PageRun, kept: set[bytes]) -> int:
-        if run.parent is not None and run.parent not in self._pages:
+        late = run.generation is not None and run.generation != self._generation
+        if late or (run.parent is not None and run.parent not in self._pages):
             return 0
         count = self._leading(run.keys)
         parent = run.keys[count - 1] if count else run.parent

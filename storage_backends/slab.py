@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hicache.errors import StoreUnavailableError
-from hicache.layout import KVLayout
 
 IOV_MAX = 1024
 
@@ -22,15 +21,16 @@ _Vectored = Callable[[int, list[memoryview], int], int]
 
 
 class SlabFile:
-    """Slot i is the `page_stride` bytes from i * page_stride on. Safe to use from several threads.
+    """Slot i is the `slot_bytes` bytes from i * slot_bytes on. Safe to use from several threads and processes.
 
     Transfers bypass the page cache (O_DIRECT). Where the file system or the memory's alignment does
     not allow that, they go through it.
     """
 
-    def __init__(self, path: Path, layout: KVLayout) -> None:
-        self._stride = layout.page_stride
-        self._padding = memoryview(bytearray(layout.page_stride - layout.page_bytes))
+    def __init__(self, path: Path, slot_bytes: int) -> None:
+        self.path = path
+        self._stride = slot_bytes
+        self._padding = memoryview(bytearray(slot_bytes))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._buffered = os.open(path, flags, 0o644)
         try:
@@ -56,7 +56,7 @@ class SlabFile:
         for start, stop in _consecutive(slots):
             vector = self._vector(buffers[start:stop])
             if self._transfer(os.pwritev, vector, slots[start] * self._stride):
-                raise StoreUnavailableError("the slab file takes no more bytes: the disk is full")
+                raise StoreUnavailableError("the slab file takes no more bytes: the disk is full", "disk_full")
 
     def read(self, slots: Sequence[int], buffers: Sequence[memoryview]) -> None:
         """Fill buffers[i] from slots[i]. A buffer whose slot lies beyond the end of the file keeps garbage."""
@@ -91,14 +91,14 @@ class SlabFile:
             os.close(self._direct)
 
     def _vector(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """What to transfer: pages without room for their padding get a shared scratch for it."""
-        if not self._padding.nbytes or all(buffer.nbytes == self._stride for buffer in buffers):
+        """What to transfer: pages that do not fill their slot get a shared scratch for the rest."""
+        if all(buffer.nbytes == self._stride for buffer in buffers):
             return list(buffers)
         vector = []
         for buffer in buffers:
             vector.append(buffer)
             if buffer.nbytes < self._stride:
-                vector.append(self._padding)
+                vector.append(self._padding[buffer.nbytes :])
         return vector
 
     def _transfer(self, call: _Vectored, vector: list[memoryview], offset: int) -> int:

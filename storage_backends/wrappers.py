@@ -6,6 +6,7 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
@@ -72,6 +73,9 @@ class FaultyBackend(StorageBackend):
     def clear(self) -> int:
         self._fault("clear")
         return self.inner.clear()
+
+    def generation(self) -> int:
+        return self.inner.generation()
 
     def usage(self) -> StorageUsage:
         self._fault("usage")
@@ -142,6 +146,9 @@ class SlowBackend(StorageBackend):
         self._sleep(self._per_call)
         return self.inner.clear()
 
+    def generation(self) -> int:
+        return self.inner.generation()
+
     def usage(self) -> StorageUsage:
         return self.inner.usage()
 
@@ -151,4 +158,4 @@ class SlowBackend(StorageBackend):
 
 def _first_half(run: PageRun) -> PageRun:
     half = len(run.keys) // 2
-    return PageRun(run.keys[:half], run.buffers[:half], run.parent)
+    return replace(run, keys=run.keys[:half], buffers=run.buffers[:half])

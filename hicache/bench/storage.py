@@ -23,7 +23,8 @@ from hicache.errors import ConfigError, IntegrityError
 from hicache.hashing import StoreIdentity
 from hicache.layout import KVLayout
 from hicache.storage_backends.base import PageRun
-from hicache.storage_backends.lmdb_backend import LmdbBackend, ValuesMode
+from hicache.storage_backends.budget import ValuesMode
+from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability
 from hicache.storage_backends.slab import SlabFile
 
@@ -113,7 +114,7 @@ def _pages(layout: KVLayout, count: int) -> list[memoryview]:
 
 
 def _measure_raw(path: Path, job: _Job) -> dict[str, _Measured]:
-    slab = SlabFile(path, job.layout)
+    slab = SlabFile(path, job.layout.page_stride)
 
     def slots(batch: int) -> range:
         return range(batch * job.batch, (batch + 1) * job.batch)

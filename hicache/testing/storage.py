@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import TypeAlias
 
@@ -179,6 +180,18 @@ class StorageConformance:
         assert backend.usage().pages == 0
         assert backend.contains_prefix(keys) == self.read(backend, keys) == 0
         assert self.write(backend, keys) == 5
+        assert self.read(backend, keys) == 5
+
+    def test_a_late_write_does_not_bring_cleared_pages_back(self, backend_factory: OpenBackend) -> None:
+        backend, keys = backend_factory(), chain("a", 5)
+        before = backend.generation()
+        late = PageRun(keys, filled_pages(self.layout, keys), None, before)
+        assert backend.write([late]) == [5]
+        backend.clear()
+        assert backend.generation() != before
+        assert backend.write([late]) == [0]
+        assert backend.contains_prefix(keys) == 0
+        assert backend.write([replace(late, generation=backend.generation())]) == [5]
         assert self.read(backend, keys) == 5
 
     def test_a_damaged_page_is_a_miss_and_goes(self, backend_factory: OpenBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from hicache.hashing import StoreIdentity
 from hicache.layout import KVLayout
 from hicache.storage_backends.base import StorageBackend
-from hicache.storage_backends.lmdb_backend import LmdbBackend, ValuesMode
+from hicache.storage_backends.budget import ValuesMode
+from hicache.storage_backends.lmdb_backend import Eviction, LmdbBackend
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.storage_backends.wrappers import FaultyBackend, SlowBackend
-from hicache.testing.storage import OpenBackend, StorageConformance
+from hicache.testing.storage import IDENTITY, OpenBackend, StorageConformance
 
 PADDED = StoreIdentity(KVLayout(num_layers=3, num_kv_heads=1, head_dim=64, page_size=4), model="padded")
 """Pages of 3 KiB in slots of 4 KiB."""
@@ -39,13 +41,15 @@ class TestMemory(MemoryConformance):
 class LmdbConformance(StorageConformance):
     persistent = True
     values: ValuesMode = "slab"
+    eviction: Eviction = "lru"
 
     @pytest.fixture
     def backend_factory(self, tmp_path: Path) -> Iterator[OpenBackend]:
         opened: list[LmdbBackend] = []
 
         def factory() -> StorageBackend:
-            opened.append(LmdbBackend(tmp_path / "store", self.identity, LMDB_BUDGET, self.values, "none"))
+            path = tmp_path / "store"
+            opened.append(LmdbBackend(path, self.identity, LMDB_BUDGET, self.values, "none", self.eviction))
             return opened[-1]
 
         yield factory
@@ -72,6 +76,19 @@ class TestLmdbSlabPadded(LmdbConformance):
 class TestLmdbInlinePadded(LmdbConformance):
     identity = PADDED
     values: ValuesMode = "inline"
+
+
+class TestLmdbSlabCompressed(LmdbConformance):
+    identity = replace(IDENTITY, codec="zstd")
+
+
+class TestLmdbInlineCompressed(LmdbConformance):
+    identity = replace(IDENTITY, codec="zstd")
+    values: ValuesMode = "inline"
+
+
+class TestLmdbSlabSlru(LmdbConformance):
+    eviction: Eviction = "slru"
 
 
 class TestFaultyWithoutFaults(MemoryConformance):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.storage_backends.lmdb_backend import LmdbBackend, ValuesMode
+from hicache.storage_backends.budget import ValuesMode
+from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.testing.storage import IDENTITY, chain, read_checked, run_of
 
 BUDGET = 8 << 20

@@ -11,7 +11,8 @@ import pytest
 
 from hicache.errors import ConfigError, StoreIdentityError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
-from hicache.storage_backends.lmdb_backend import LmdbBackend, ValuesMode
+from hicache.storage_backends.budget import ValuesMode
+from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import DATA_FILE
 from hicache.storage_backends.lmdb_values import SLAB_FILE
 from hicache.storage_backends.slab import SlabFile

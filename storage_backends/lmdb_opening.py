@@ -1,0 +1,200 @@
+"""From a path to an open store: one per folder and process, however many use it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+
+from hicache.errors import ConfigError, StoreCorruptError, StoreIdentityError, StoreUnavailableError
+from hicache.storage_backends.budget import BudgetPlan, ValuesMode
+from hicache.storage_backends.lmdb_damage import used_data_bytes
+from hicache.storage_backends.lmdb_env import DATA_FILE, Durability, IndexEnvironment, storage_errors
+from hicache.storage_backends.lmdb_open import StoreFolder
+from hicache.storage_backends.lmdb_schema import STORE_FORMAT, read_label
+from hicache.storage_backends.lmdb_store import Store
+
+_META = b"meta"
+_STORE = b"store"
+
+log = logging.getLogger(__name__)
+
+_stores: dict[tuple[int, tuple[int, int]], Store] = {}
+_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have held it
+
+
+def open_store(
+    path: Path, plan: BudgetPlan, durability: Durability = "batch", clock: Callable[[], float] = time.time
+) -> Store:
+    """Open the store in the folder `path`, which is created. Each call needs a `close_store`.
+
+    Whoever opens it first decides its budget. Raises ConfigError for a path or a budget that cannot be used,
+    StoreIdentityError if there is something else, StoreUnavailableError if it cannot be opened now. A
+    store that cannot be trusted is set aside as PATH.aside-N and a new one begun.
+    """
+    plan.split()  # refuse a budget before anything is created
+    return _opened(path, lambda folder: _open_files(folder, plan, durability, clock))
+
+
+def open_existing(path: Path) -> Store:
+    """Open a store as it is, for tools: with its own budget, and with nothing set aside.
+
+    Raises ConfigError if there is none, StoreCorruptError if it is damaged.
+    """
+    if not (path / DATA_FILE).exists():
+        raise ConfigError(f"{path} holds no store: give the folder that a storage tier's 'path' names")
+    return _opened(path, _open_as_is)
+
+
+def close_store(store: Store) -> None:
+    """Give back what `open_store` returned; its last user closes the files."""
+    if store.foreign:
+        return
+    with _lock:
+        store.users -= 1
+        if store.users <= 0:
+            _stores.pop(next((key for key, each in _stores.items() if each is store), (0, (0, 0))), None)
+            store.close()
+
+
+def _opened(path: Path, open_files: Callable[[StoreFolder], Store]) -> Store:
+    folder = StoreFolder(path)
+    with _lock:
+        known = _stores.get((os.getpid(), folder.key))
+        if known is not None:
+            folder.release()
+            known.users += 1
+            return known
+        try:
+            store = open_files(folder)
+        except BaseException:
+            folder.release()
+            raise
+        _stores[os.getpid(), folder.key] = store
+        store.users = 1
+        return store
+
+
+def _open_files(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
+    while not (alone := folder.try_alone()):
+        folder.share()
+        if not folder.replaced:
+            break
+    if not alone:
+        return _join(folder, plan, durability, clock)
+    try:
+        store = _begin(folder, plan, durability, clock)
+    except StoreCorruptError as error:
+        folder.set_aside(str(error))
+        store = _begin(folder, plan, durability, clock)
+    folder.share()
+    return store
+
+
+def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
+    """Open a store that nobody else has open, look it over and take it up; begin it if there is none."""
+    with storage_errors(f"store {folder.path}"):
+        folder.check()
+        used = used_data_bytes(folder.path)
+        env = IndexEnvironment(folder.path, max(plan.split(used).map_bytes, used), durability)
+        try:
+            check_label(env.env, folder.path, plan.values)
+            env.open_databases({_STORE: json.dumps(_label(plan.values)).encode()})
+            store = Store(folder, env, plan, durability, clock)
+            folder.begin_session(durability)
+            store.take_up()
+        except BaseException:
+            env.close()
+            raise
+    return store
+
+
+def _join(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
+    """Open a store that others have open."""
+    with storage_errors(f"store {folder.path}"):
+        env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, durability)
+        try:
+            check_label(env.env, folder.path, plan.values)
+            env.join_databases()
+            store = Store(folder, env, plan, durability, clock)
+            state = store.view(lambda view: view.state())
+        except StoreCorruptError as error:
+            env.close()
+            raise StoreUnavailableError(f"{error}; end the processes that have it open", "corrupt") from error
+        except BaseException:
+            env.close()
+            raise
+    if state.budget_bytes != plan.budget_bytes:
+        log.warning(
+            "store %s has a budget of %d bytes, set by the process that opened it first; %d are ignored",
+            folder.path, state.budget_bytes, plan.budget_bytes,
+        )  # fmt: skip
+    return store
+
+
+def _open_as_is(folder: StoreFolder) -> Store:
+    """Open a store with its own budget, whether others have it open or not."""
+    alone = folder.try_alone()
+    if alone:
+        folder.check()
+    folder.share()
+    with storage_errors(f"store {folder.path}"):
+        env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, "batch")
+        try:
+            values = check_label(env.env, folder.path, None)
+            if values is None:
+                raise ConfigError(f"{folder.path} holds no store yet")
+            env.join_databases()
+            with env.view() as view:
+                state = view.state()
+            return Store(folder, env, BudgetPlan(values, state.budget_bytes, 1 << 20), "batch", time.time)
+        except BaseException:
+            env.close()
+            raise
+
+
+# ---- what is it a store of ----------------------------------------------------------------------
+
+
+def _label(values: ValuesMode) -> dict[str, object]:
+    return {"format": STORE_FORMAT, "values": values}
+
+
+def check_label(env: lmdb.Environment, path: Path, values: ValuesMode | None) -> ValuesMode | None:
+    """How the store keeps its values; None if there is no store yet. Writes nothing.
+
+    Raises StoreIdentityError if it is another program's database or keeps values in another way than
+    `values`, StoreCorruptError if it has another format: it is set aside.
+    """
+    with env.begin() as txn:
+        if not txn.stat()["entries"]:
+            return None
+        try:
+            meta = env.open_db(_META, txn=txn, create=False)
+            raw, old = txn.get(_STORE, db=meta), txn.get(b"identity", db=meta)
+        except lmdb.Error as error:
+            raise StoreIdentityError(f"{path} holds the LMDB database of another program; use another path") from error
+    found = read_label(raw, "label") if raw is not None or old is None else {"format": 1}
+    if found.get("format") != STORE_FORMAT:
+        raise StoreCorruptError(f"its format is {found.get('format')!r}, this version reads {STORE_FORMAT}", "format")
+    mode: ValuesMode = "inline" if found.get("values") == "inline" else "slab"
+    if values not in (None, mode):
+        raise StoreIdentityError(
+            f"the store in {path} was made with values: {mode}, not {values}: "
+            "use that, choose another path, or remove the store"
+        )
+    return mode
