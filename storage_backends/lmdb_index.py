@@ -57,6 +57,7 @@ class IndexView:
     def __init__(self, txn: Transaction[bytes], databases: Databases) -> None:
         self.txn = txn
         self.databases = databases
+        self.order = EvictionOrder(txn, databases.order)
 
     def state(self) -> IndexState:
         return IndexState.load(self.txn, self.databases)
@@ -93,9 +94,16 @@ class IndexView:
     def has(self, key: bytes) -> bool:
         return self.txn.get(key, db=self.databases.pages) is not None
 
+    def children(self, key: bytes) -> Iterator[bytes]:
+        cursor = self.txn.cursor(self.databases.children)
+        found = cursor.set_range(key)
+        while found and cursor.key().startswith(key):
+            yield cursor.key()[DIGEST_BYTES:]
+            found = cursor.next()
+
     def oldest(self, space: int) -> int | None:
         """Stamp of the page of a namespace that has not been used for longest; None if there is none."""
-        stamps = [entry.stamp for entry in EvictionOrder(self.txn, self.databases.order).heads(space)]
+        stamps = [entry.stamp for entry in self.order.heads(space)]
         return min(stamps, default=None)
 
     def plan(self, runs: Sequence[PageRun], generation: int, most: int) -> tuple[list[NewPage], list[int]]:
@@ -125,7 +133,6 @@ class IndexWriter(IndexView):
     def __init__(self, txn: Transaction[bytes], databases: Databases, now_us: int) -> None:
         super().__init__(txn, databases)
         self.current = self.state()
-        self.order = EvictionOrder(txn, databases.order)
         self._now_us = now_us
         self._spaces: dict[int, Space] = {}
         self._slabs: dict[int, SlabState] = {}
@@ -243,13 +250,6 @@ class IndexWriter(IndexView):
         self.current.live_bytes = 0
 
     # ---- families -----------------------------------------------------------------------------
-
-    def children(self, key: bytes) -> Iterator[bytes]:
-        cursor = self.txn.cursor(self.databases.children)
-        found = cursor.set_range(key)
-        while found and cursor.key().startswith(key):
-            yield cursor.key()[DIGEST_BYTES:]
-            found = cursor.next()
 
     def has_children(self, key: bytes) -> bool:
         return self._family.set_range(key) and self._family.key().startswith(key)

@@ -38,6 +38,10 @@ class EvictionOrder:
         """False if there was no such entry."""
         return self._txn.delete(_KEY.pack(space, segment, stamp), db=self._database)
 
+    def at(self, space: int, segment: int, stamp: int) -> bytes | None:
+        """Key of the page in this place."""
+        return self._txn.get(_KEY.pack(space, segment, stamp), db=self._database)
+
     def first(self, space: int, segment: int) -> Entry | None:
         """The oldest entry of a segment."""
         return next(self._from(space, segment, 0), None)

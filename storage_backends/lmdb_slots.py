@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _KEY = struct.Struct(">IQ")
 _LENGTH = struct.Struct(">Q")
 
+ALL_SLOTS = range(1 << 40)
+"""Of one slab: as many as a location can tell apart."""
+
 SEARCH_EXTENTS = 32
 """How many extents are looked at for one that holds a whole batch before it is put together from several."""
 

@@ -18,12 +18,10 @@ from hicache.storage_backends.lmdb_env import IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import SLAB_FILE
 from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, leading_records, slab_of, slot_location, slot_of
-from hicache.storage_backends.lmdb_slots import ExtentSet
+from hicache.storage_backends.lmdb_slots import ALL_SLOTS, ExtentSet
 from hicache.storage_backends.slab import SlabFile
 
 _LOCATION = struct.Struct(">Q")
-
-_ALL_SLOTS = range(1 << 40)
 
 GROWTH_BYTES = 64 << 20
 """A slab grows by this much at a time, so that its file has few extents."""
@@ -218,7 +216,7 @@ class SlabValues(PageValues):
         state, slab = index.current, index.slab(slot_bytes)
         free, holes = _extents(index, slot_bytes)
         if not slab.backed and holes.last() is None:
-            holes.add_extent(_ALL_SLOTS)
+            holes.add_extent(ALL_SLOTS)
         room = (state.data_bytes - state.backed_bytes) // slot_bytes
         if room < short:
             self._release_free(index, short * slot_bytes - (state.data_bytes - state.backed_bytes), spare=slot_bytes)
@@ -247,7 +245,7 @@ class SlabValues(PageValues):
     def _recover_slab(self, index: IndexWriter, slot_bytes: int) -> None:
         _, holes = _extents(index, slot_bytes)
         tail = holes.last()
-        if tail is None or tail.stop != _ALL_SLOTS.stop:
+        if tail is None or tail.stop != ALL_SLOTS.stop:
             raise StoreCorruptError(f"the slots of {slot_bytes} bytes have no end")
         slab = self._slab(slot_bytes)
         if slab.slots < tail.start:
