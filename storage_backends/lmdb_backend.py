@@ -65,6 +65,7 @@ class LmdbBackend(StorageBackend):
         ):
             _check_choice(field, value, choices)
         self._layout = identity.layout
+        self._page_bytes = identity.layout.page_bytes
         self._codec = create_codec(identity.codec, identity.layout)
         self._slots = self._codec.slot_bytes if self._codec is not None else (identity.layout.page_stride,)
         cost = inline_cost(self._layout.page_bytes) if values == "inline" else self._slots[-1]
@@ -76,6 +77,7 @@ class LmdbBackend(StorageBackend):
         self._scratch = threading.local()
         self._damaged_pages = 0
         self._closed = False
+        self._expires = ttl > 0
         self._store = open_store(Path(path), BudgetPlan(values, budget_bytes, cost), durability, clock)
         rules = Space(policy=POLICIES.index(eviction), ttl_us=int(ttl * 1e6), quota=quota_bytes)
         try:
@@ -91,6 +93,7 @@ class LmdbBackend(StorageBackend):
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         self._check_open()
+        self._expire()
         count = self._store.leading(self._number, keys)
         self._note(keys, count)
         return count
@@ -98,10 +101,10 @@ class LmdbBackend(StorageBackend):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         self._check_open()
         check_buffers(self._layout, keys, buffers)
-        present = self._store.leading(self._number, keys)
+        self._expire()
         count = 0
         for _ in range(READ_ATTEMPTS):
-            found, verified = self._read(keys[count:present], buffers[count:present])
+            found, verified = self._read(keys[count:], buffers[count:])
             count += verified
             if verified == found or self._is_lost(keys[count]):
                 break
@@ -112,6 +115,7 @@ class LmdbBackend(StorageBackend):
         self._check_open()
         for run in runs:
             check_buffers(self._layout, run.keys, run.buffers)
+        self._expire()
         return self._store.write(self._number, runs, self._encode, self._recent.take())
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -147,7 +151,7 @@ class LmdbBackend(StorageBackend):
     def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
         """How many leading pages are stored, and how many of those are in `buffers` now, verified."""
         if self._codec is None:
-            records = self._store.load(keys, lambda records: buffers)
+            records = self._store.load(self._number, keys, lambda records: buffers)
             verified = _leading(zip(keys, records, buffers), self._is_intact)
             return len(records), verified
         found = verified = 0
@@ -161,13 +165,15 @@ class LmdbBackend(StorageBackend):
 
     def _is_intact(self, page: tuple[bytes, PageRecord, memoryview]) -> bool:
         key, record, buffer = page
-        size = self._layout.page_bytes
+        size = self._page_bytes
         return record.length == size and page_checksum(key, buffer[:size]) == record.checksum
 
     def _decode(self, codec: Codec, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
         """As `_read`, of few pages."""
         places = self._scratch_pages(len(keys))
-        records = self._store.load(keys, lambda records: [place[: r.slot_bytes] for place, r in zip(places, records)])
+        records = self._store.load(
+            self._number, keys, lambda found: [place[: record.slot_bytes] for place, record in zip(places, found)]
+        )
 
         def decoded(page: tuple[bytes, PageRecord, memoryview, memoryview]) -> bool:
             key, record, place, buffer = page
@@ -196,10 +202,10 @@ class LmdbBackend(StorageBackend):
 
     def _encode(self, page: NewPage) -> Encoded:
         if self._codec is None:
-            size = self._layout.page_bytes
+            size = self._page_bytes
             return Encoded(size, self._slots[0], page.buffer, page_checksum(page.key, page.buffer[:size]))
         scratch = memoryview(mmap.mmap(-1, self._slots[-1]))
-        length = self._codec.encode(page.buffer[: self._layout.page_bytes], scratch)
+        length = self._codec.encode(page.buffer[: self._page_bytes], scratch)
         slot_bytes = next(size for size in self._slots if size >= length)
         return Encoded(length, slot_bytes, scratch[:slot_bytes], page_checksum(page.key, scratch[:length]))
 
@@ -210,6 +216,10 @@ class LmdbBackend(StorageBackend):
             self._scratch.arena = memoryview(mmap.mmap(-1, DECODE_PAGES * size))
             self._scratch.count = DECODE_PAGES
         return [self._scratch.arena[start : start + size] for start in range(0, count * size, size)]
+
+    def _expire(self) -> None:
+        if self._expires:
+            self._store.expire(self._number)
 
     def _check_open(self) -> None:
         if self._closed:

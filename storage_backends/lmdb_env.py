@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import lmdb
 
@@ -126,16 +127,10 @@ class IndexEnvironment:
             )
 
     @contextmanager
-    def view(self) -> Iterator[IndexView]:
-        with self._begin_read() as txn:
+    def view(self, buffers: bool = False) -> Iterator[IndexView]:
+        """A snapshot. With `buffers`, values are memoryviews of the map, valid until its end."""
+        with self._begin_read(buffers) as txn:
             yield IndexView(txn, self.databases)
-
-    @contextmanager
-    def buffers(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A read transaction whose values are views of the map, valid until its end."""
-        self._check_size()
-        with self.env.begin(buffers=True) as txn:
-            yield txn
 
     @contextmanager
     def writer(self, now_us: int) -> Iterator[IndexWriter]:
@@ -191,13 +186,14 @@ class IndexEnvironment:
         self.env.close()
         os.close(self._file)
 
-    def _begin_read(self) -> lmdb.Transaction[bytes]:
+    def _begin_read(self, buffers: bool) -> lmdb.Transaction[bytes]:
         self._check_size()
+        begin = cast("Callable[[], lmdb.Transaction[bytes]]", partial(self.env.begin, buffers=buffers))
         try:
-            return self.env.begin()
+            return begin()
         except lmdb.ReadersFullError:
             self.env.reader_check()  # readers that were killed give their slots back
-            return self.env.begin()
+            return begin()
 
     def _extend(self) -> None:
         """Keep the file as long as the map (sparse): every mapped page can be touched, and a cut file shows."""

@@ -91,6 +91,18 @@ class IndexView:
         """How many leading keys of a chain are stored."""
         return bisect_left(keys, True, key=lambda key: not self.has(key))
 
+    def leading_records(self, number: int, keys: Sequence[bytes]) -> list[PageRecord]:
+        """Records of the leading keys of a chain of a namespace that are stored."""
+        records: list[PageRecord] = []
+        if self.space(number).clearing:
+            return records
+        for key in keys:
+            record = self.record(key)
+            if record is None:
+                break
+            records.append(record)
+        return records
+
     def has(self, key: bytes) -> bool:
         return self.txn.get(key, db=self.databases.pages) is not None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -118,18 +117,6 @@ class PageRecord(NamedTuple):
         payload = unseal(key, raw)
         space, segment, length, location, checksum, stamp = _RECORD.unpack_from(payload)
         return cls(space, segment, length, location, checksum, stamp, payload[_RECORD.size :] or None)
-
-
-def leading_records(txn: Txn, databases: Databases, keys: Sequence[bytes]) -> list[PageRecord]:
-    """Records of the leading keys that are stored."""
-    get, pages = txn.get, databases.pages
-    records = []
-    for key in keys:
-        raw = get(key, db=pages)
-        if raw is None:
-            break
-        records.append(PageRecord.unpack(key, raw))
-    return records
 
 
 class NewPage(NamedTuple):

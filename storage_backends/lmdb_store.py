@@ -80,13 +80,14 @@ class Store:
         """What `action` finds in a snapshot of the index."""
         return self._index.view(action)
 
-    def load(self, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
-        """Read leading pages to where `place` wants them; nothing is verified yet."""
-        return self._index.read(lambda: self._values.load(self._env, keys, place))
+    def load(self, number: int, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
+        """Read leading pages of a namespace to where `place` wants them; nothing is verified yet."""
+        return self._index.read(
+            lambda: self._values.load(self._env, lambda view: view.leading_records(number, keys), place)
+        )
 
     def leading(self, number: int, keys: Sequence[bytes]) -> int:
         """How many leading keys of a chain of a namespace are stored."""
-        self.expire(number)
         return self.view(lambda view: 0 if view.space(number).clearing else view.leading(keys))
 
     def remove_damaged(self, key: bytes) -> int:
@@ -102,7 +103,6 @@ class Store:
 
     def write(self, number: int, runs: Sequence[PageRun], encode: Encode, touched: Sequence[bytes] = ()) -> list[int]:
         """Store runs of a namespace; returns how many leading pages of each are stored now."""
-        self.expire(number)
         job = _Write(number, runs, encode, list(touched))
         with self._index.writing():
             while True:

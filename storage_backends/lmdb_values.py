@@ -17,7 +17,7 @@ from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import SLAB_FILE
-from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, leading_records, slab_of, slot_location, slot_of
+from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ALL_SLOTS, ExtentSet
 from hicache.storage_backends.slab import SlabFile
 
@@ -25,6 +25,8 @@ _LOCATION = struct.Struct(">Q")
 
 GROWTH_BYTES = 64 << 20
 """A slab grows by this much at a time, so that its file has few extents."""
+
+Find: TypeAlias = Callable[[IndexView], list[PageRecord]]
 
 Place: TypeAlias = Callable[[Sequence[PageRecord]], Sequence[memoryview]]
 """Where the bytes of these pages are to be read to, each of at least its `length` bytes, best of its whole slot."""
@@ -36,8 +38,8 @@ class PageValues(ABC):
     """Bytes of pages by location. Whatever takes an `index` is part of that transaction."""
 
     @abstractmethod
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
-        """Read the leading pages that are stored to where `place` wants them; returns their records.
+    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
+        """Read the pages that `find` finds to where `place` wants them; returns their records.
 
         Nothing is verified yet, and the place of a page that cannot be read whole keeps garbage.
         """
@@ -105,9 +107,9 @@ class SlabValues(PageValues):
         self._slabs: dict[int, SlabFile] = {}
         self._opening = threading.Lock()
 
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
+    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
         with env.view() as view:
-            records = leading_records(view.txn, view.databases, keys)
+            records = find(view)
         # The transaction is over: LMDB need not keep old pages while the disk works.
         places = place(records)
         for slot_bytes, numbers in _by_slab([record.location for record in records]):
@@ -259,11 +261,11 @@ class SlabValues(PageValues):
 class InlineValues(PageValues):
     """Location = key in the `values` database. Simple, and slower than a slab: every page is copied by LMDB."""
 
-    def load(self, env: IndexEnvironment, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
-        with env.buffers() as txn:
-            records = leading_records(txn, env.databases, keys)
+    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
+        with env.view(buffers=True) as view:
+            records = find(view)
             for record, target in zip(records, place(records)):
-                value = txn.get(_LOCATION.pack(record.location), b"", db=env.databases.values)
+                value = view.txn.get(_LOCATION.pack(record.location), b"", db=env.databases.values)
                 if len(value) == record.length:
                     target[: len(value)] = value
         return records
