@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hicache.errors import ConfigError
-from hicache.layout import round_up
+from hicache.layout import KVLayout, round_up
+from hicache.storage_backends.codecs import create_codec
 
 ValuesMode: TypeAlias = Literal["slab", "inline"]
 
@@ -22,6 +23,19 @@ MAX_CHUNK_PAGES = 1024
 """Pages written, or evicted, in one transaction."""
 
 _OS_PAGE = 4096
+_VALUE_HEADER = 16
+
+
+def inline_cost(length: int) -> int:
+    """Bytes of the map that a value of `length` bytes takes: LMDB gives large values whole pages."""
+    return round_up(length + _VALUE_HEADER, _OS_PAGE)
+
+
+def page_cost(layout: KVLayout, codec: str, values: ValuesMode) -> int:
+    """Most bytes that an encoded page takes outside the index: a slot, or a value. Raises ConfigError."""
+    encoder = create_codec(codec, layout)
+    slot_bytes = encoder.slot_bytes[-1] if encoder is not None else layout.page_stride
+    return slot_bytes if values == "slab" else inline_cost(max(layout.page_bytes, slot_bytes - _OS_PAGE))
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,22 @@ class BudgetPlan:
     values: ValuesMode
     budget_bytes: int
     page_cost: int
+
+    @classmethod
+    def for_pages(cls, values: ValuesMode, pages: int, page_cost: int) -> BudgetPlan:
+        """The least budget, to a page, that holds `pages` pages."""
+        plan = cls(values, pages * page_cost, page_cost)
+        while (short := pages - plan.pages) > 0:
+            plan = replace(plan, budget_bytes=plan.budget_bytes + short * page_cost)
+        return plan
+
+    @property
+    def pages(self) -> int:
+        """Pages that the store holds at least; 0 if the budget is too small for a store."""
+        try:
+            return self.split().data_bytes // self.page_cost
+        except ConfigError:
+            return 0
 
     def split(self, used_bytes: int = 0, setbacks: int = 0) -> Budget:
         """The limits, given that the map takes `used_bytes` and was found full `setbacks` times.

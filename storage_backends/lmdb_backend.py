@@ -12,13 +12,13 @@ from typing import Literal, TypeAlias, get_args
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
 from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers
-from hicache.storage_backends.budget import MIN_PAGES, BudgetPlan, ValuesMode
+from hicache.storage_backends.budget import MIN_PAGES, BudgetPlan, ValuesMode, page_cost
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.codecs import Codec, create_codec
 from hicache.storage_backends.lmdb_env import Durability
 from hicache.storage_backends.lmdb_index import POLICIES
 from hicache.storage_backends.lmdb_opening import close_store, open_store
-from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space, inline_cost
+from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space
 from hicache.storage_backends.recency import FLUSH_AT, RecentKeys
 
 Eviction: TypeAlias = Literal["lru", "slru", "fifo"]
@@ -68,7 +68,7 @@ class LmdbBackend(StorageBackend):
         self._page_bytes = identity.layout.page_bytes
         self._codec = create_codec(identity.codec, identity.layout)
         self._slots = self._codec.slot_bytes if self._codec is not None else (identity.layout.page_stride,)
-        cost = inline_cost(self._layout.page_bytes) if values == "inline" else self._slots[-1]
+        cost = page_cost(self._layout, identity.codec, values)
         if quota_bytes and quota_bytes < MIN_PAGES * cost:
             raise ConfigError(
                 f"a quota of {quota_bytes} bytes does not hold one batch of {MIN_PAGES} pages of {cost} bytes"

@@ -65,7 +65,7 @@ def _read_meta(raw: bytes) -> _Meta:
     return _Meta(page_bytes, last_page, transaction)
 
 
-MAX_WALKED_BYTES = 32 << 20
+MAX_WALKED_BYTES = 64 << 20
 """An index up to this size is walked at every start; a larger one by `hicache store verify`."""
 
 

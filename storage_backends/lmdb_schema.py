@@ -11,7 +11,7 @@ from lmdb import Environment, Transaction, _Database  # the database type has no
 from xxhash import xxh3_64_digest
 
 from hicache.errors import StoreCorruptError
-from hicache.layout import round_up
+from hicache.storage_backends.budget import inline_cost
 
 Txn: TypeAlias = "Transaction[bytes] | Transaction[memoryview]"
 
@@ -32,7 +32,6 @@ _UNITS = struct.Struct(">I")
 _STATE_KEY = b"state"
 
 _SLOT_BITS = 40
-_VALUE_HEADER = 16
 
 
 class Databases(NamedTuple):
@@ -80,11 +79,6 @@ def slab_of(location: int) -> int:
 
 def slot_of(location: int) -> int:
     return location & ((1 << _SLOT_BITS) - 1)
-
-
-def inline_cost(length: int) -> int:
-    """Bytes of the map that a value of `length` bytes takes: LMDB gives large values whole pages."""
-    return round_up(length + _VALUE_HEADER, BLOCK_BYTES)
 
 
 class PageRecord(NamedTuple):

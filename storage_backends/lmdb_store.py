@@ -15,12 +15,12 @@ from typing import TypeVar
 from hicache.errors import StorageError
 from hicache.hashing import Field
 from hicache.storage_backends.base import PageRun
-from hicache.storage_backends.budget import MAX_CHUNK_PAGES, Budget, BudgetPlan, ValuesMode
+from hicache.storage_backends.budget import MAX_CHUNK_PAGES, Budget, BudgetPlan, ValuesMode, inline_cost
 from hicache.storage_backends.lmdb_env import Durability, IndexEnvironment, storage_errors
 from hicache.storage_backends.lmdb_eviction import Eviction, evict, expire
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder
-from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space, inline_cost
+from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space
 from hicache.storage_backends.lmdb_transactions import Transactions
 from hicache.storage_backends.lmdb_values import InlineValues, PageValues, Place, SlabValues
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,15 +21,15 @@ from pydantic import (
 
 from hicache.config.document import Document
 from hicache.config.known_models import KNOWN_MODELS
-from hicache.config.units import Size, parse_duration, parse_size
+from hicache.config.units import Size, format_duration, parse_duration, parse_size
+from hicache.errors import ConfigError
 from hicache.hashing import StoreIdentity
 from hicache.layout import MAX_PAGE_SIZE, KVLayout, LayoutKind
+from hicache.storage_backends.budget import BudgetPlan, page_cost
 from hicache.types import Tier
 
 SizeField = Annotated[Size, PlainValidator(parse_size), PlainSerializer(lambda size: size.text, return_type=str)]
-Duration = Annotated[
-    float, PlainValidator(parse_duration), PlainSerializer(lambda seconds: f"{seconds * 1e3:g}ms", return_type=str)
-]
+Duration = Annotated[float, PlainValidator(parse_duration), PlainSerializer(format_duration, return_type=str)]
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Word = Annotated[str, Field(min_length=1)]
 Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
@@ -122,15 +122,21 @@ class Prefetch(Section):
 
 
 class StorageTier(Section):
-    """`queue` bounds the bytes that wait to be written; what does not fit is shed."""
+    """`queue` bounds the bytes that wait to be written; what does not fit is shed. `options` are those of a backend
+    that does not ship with hicache."""
 
     tier: Literal["storage"]
     size: SizeField
     backend: Word = "lmdb"
     path: Word | None = None
-    eviction: Literal["lru"] = "lru"
+    eviction: Literal["lru", "slru", "fifo"] = "lru"
+    ttl: Duration | None = None
+    quota: SizeField | None = None
+    tenant: Word | None = None
+    codec: Literal["none", "zstd", "lz4", "fp8", "int8"] = "none"
     values: Literal["slab", "inline"] = "slab"
     durability: Literal["none", "batch", "always"] = "batch"
+    options: dict[str, Any] = Field(default_factory=dict)
     write: StorageWritePolicy = "write_through"
     threads: PositiveInt = 2
     queue: SizeField = parse_size("256MiB")
@@ -218,6 +224,8 @@ class CacheConfig(Section):
         """What a stored page depends on besides its tokens."""
         geometry = {"layers", "kv_heads", "head_dim", "dtype", "kind"}
         fields = self.model.model_dump(exclude=geometry)
+        if self.storage is not None:
+            fields |= {"tenant": self.storage.tenant, "codec": self.storage.codec}
         return StoreIdentity(self.layout(), model=fields.pop("name"), **fields)
 
     def capacity(self, tier: Tier) -> Capacity | None:
@@ -226,16 +234,50 @@ class CacheConfig(Section):
         return None if index is None else self.capacity_of(tier, self.tiers[index].size)
 
     def capacity_of(self, tier: Tier, size: Size) -> Capacity:
-        """What `size` comes to on `tier`. Device pages are packed, host pages and disk slots are aligned."""
+        """What `size` comes to on `tier`. Device pages are packed, host pages are aligned; storage adds its index."""
+        if tier is Tier.STORAGE and self.storage is not None and self.storage.backend == "lmdb":
+            plan = self._store_plan(self.storage, size)
+            return Capacity(plan.pages, self.page_size, plan.page_cost, plan.budget_bytes)
         layout = self.layout()
         page_bytes = layout.page_bytes if tier is Tier.DEVICE else layout.page_stride
         num_pages = size.pages(page_bytes, self.page_size)
         budget = size.amount if size.unit == "bytes" else num_pages * page_bytes
         return Capacity(num_pages, self.page_size, page_bytes, budget)
 
+    def store_problem(self, size: Size) -> str | None:
+        """Why an LMDB store of `size` cannot be; None if it can, or if the store is another one."""
+        if self.storage is None or self.storage.backend != "lmdb":
+            return None
+        try:
+            self._store_plan(self.storage, size).split()
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _store_plan(self, storage: StorageTier, size: Size) -> BudgetPlan:
+        """An LMDB store of `size`: its index comes out of a size in bytes, and on top of a size in pages."""
+        cost = page_cost(self.layout(), storage.codec, storage.values)
+        if size.unit == "bytes":
+            return BudgetPlan(storage.values, size.amount, cost)
+        return BudgetPlan.for_pages(storage.values, size.pages(cost, self.page_size), cost)
+
     def queue_bytes(self) -> int:
         """Bound of the store queue in bytes, 0 without a storage tier."""
-        return self.capacity_of(Tier.STORAGE, self.storage.queue).budget_bytes if self.storage else 0
+        return self.capacity_of(Tier.HOST, self.storage.queue).budget_bytes if self.storage else 0
+
+    def storage_options(self) -> dict[str, Any]:
+        """What the factory of the storage backend gets beside identity, budget and path."""
+        storage = self.storage
+        if storage is None or storage.backend != "lmdb":
+            return dict(storage.options) if storage is not None else {}
+        quota = self.capacity_of(Tier.HOST, storage.quota).budget_bytes if storage.quota is not None else 0
+        return {
+            "values": storage.values,
+            "durability": storage.durability,
+            "eviction": storage.eviction,
+            "ttl": storage.ttl or 0.0,
+            "quota_bytes": quota,
+        }
 
     def attach(self, document: Document) -> None:
         """Remember where the values were written, for `where`."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from hicache.config.document import KeyPath, Problem
 from hicache.config.models import CacheConfig, HostTier, StorageTier, TierSection, tier_of
 from hicache.config.units import Size, format_bytes
+from hicache.errors import ConfigError
+from hicache.storage_backends.codecs import create_codec
 from hicache.types import Tier
 
 MAX_PAGES = 2**31 - 1
@@ -15,7 +17,7 @@ MAX_PAGES = 2**31 - 1
 
 def problems(config: CacheConfig) -> list[Problem]:
     """Everything that is wrong, in the order of the sections; the later rules need the earlier ones to hold."""
-    return [*_model(config), *_order(config)] or [*_limits(config), *_options(config)]
+    return [*_model(config), *_order(config)] or [*_codec(config)] or [*_limits(config), *_options(config)]
 
 
 def _model(config: CacheConfig) -> Iterator[Problem]:
@@ -46,19 +48,32 @@ def _order(config: CacheConfig) -> Iterator[Problem]:
         )
 
 
+def _codec(config: CacheConfig) -> Iterator[Problem]:
+    """A codec must suit the dtype, and its package must be there."""
+    for index, section in enumerate(config.tiers):
+        if isinstance(section, StorageTier):
+            try:
+                create_codec(section.codec, config.layout())
+            except ConfigError as error:
+                yield Problem(("tiers", index, "codec"), str(error))
+
+
 def _limits(config: CacheConfig) -> Iterator[Problem]:
     """No limit that comes to nothing."""
     for index, section in enumerate(config.tiers):
         yield from _limit(config, tier_of(section), section.size, ("tiers", index, "size"))
         if isinstance(section, StorageTier):
-            yield from _limit(config, Tier.STORAGE, section.queue, ("tiers", index, "queue"))
+            yield from _limit(config, Tier.HOST, section.queue, ("tiers", index, "queue"))
+            if section.quota is not None:
+                yield from _limit(config, Tier.HOST, section.quota, ("tiers", index, "quota"))
 
 
 def _limit(config: CacheConfig, tier: Tier, size: Size, path: KeyPath) -> Iterator[Problem]:
     capacity = config.capacity_of(tier, size)
     if not capacity.num_pages:
         one = f"one page of {config.page_size} tokens takes {capacity.page_bytes} bytes"
-        yield Problem(path, f"{size.text} holds no page: {one} ({format_bytes(capacity.page_bytes)})")
+        nothing = f"{size.text} holds no page: {one} ({format_bytes(capacity.page_bytes)})"
+        yield Problem(path, config.store_problem(size) or nothing if tier is Tier.STORAGE else nothing)
     if capacity.num_pages > MAX_PAGES and tier is not Tier.STORAGE:
         yield Problem(path, f"{size.text} is {capacity.num_pages} pages, there can be at most {MAX_PAGES}")
 
@@ -80,9 +95,12 @@ def _without_effect(section: TierSection) -> Iterator[tuple[tuple[str, ...], str
             yield ("prefetch", "deadline"), "has no effect with policy: best_effort, which never waits"
 
 
+_LMDB_KEYS = {"values", "durability", "eviction", "ttl", "quota", "codec"}
+
+
 def _backend_options(storage: StorageTier) -> Iterator[tuple[tuple[str, ...], str]]:
     if storage.backend == "lmdb" and storage.path is None:
         yield (), "missing key 'path': the folder the lmdb backend keeps its files in"
-    if storage.backend == "memory":
-        for key in sorted({"path", "values", "durability"} & storage.model_fields_set):
-            yield (key,), "has no effect with backend: memory"
+    without = {"lmdb": {"options"}, "memory": {"path", "options", *_LMDB_KEYS}}.get(storage.backend, _LMDB_KEYS)
+    for key in sorted(without & storage.model_fields_set):
+        yield (key,), f"has no effect with backend: {storage.backend}"

@@ -21,7 +21,14 @@ BYTE_UNITS = {
     "TiB": 2**40,
 }
 COUNT_UNITS: dict[str, Literal["tokens", "pages"]] = {"tokens": "tokens", "pages": "pages"}
-SECONDS = {"us": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": Fraction(1), "min": Fraction(60)}
+SECONDS = {
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 10**3),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -50,7 +57,7 @@ def parse_size(value: object) -> Size:
 
 
 def parse_duration(value: object) -> float:
-    """Read "200ms" or "2s" as seconds. Raises ValueError with the mend."""
+    """Read "200ms", "2s" or "7d" as seconds. Raises ValueError with the mend."""
     number, unit, text = _split(value, f"a duration needs a unit: {', '.join(SECONDS)}")
     if unit not in SECONDS:
         raise ValueError(f"{text!r}: unit {unit!r} is not known, {_hint(unit, list(SECONDS))}")
@@ -98,3 +105,11 @@ def format_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """`seconds` for people and for `parse_duration`, in the largest unit that leaves no fraction: 90 -> "90s"."""
+    exact = Fraction(seconds).limit_denominator(10**6)
+    units = sorted(SECONDS, key=lambda unit: SECONDS[unit], reverse=True)
+    unit = next((unit for unit in units if (exact / SECONDS[unit]).denominator == 1), "us")
+    return f"{float(exact / SECONDS[unit]):.12g}{unit}"

@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_check_says_ok_and_makes_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "check", str(file)]) == 0
-    summary = "device 64 pages (1024 tokens), host 128 pages (2048 tokens), storage 512 pages (8192 tokens)"
+    summary = "device 64 pages (1024 tokens), host 128 pages (2048 tokens), storage 430 pages (6880 tokens)"
     assert capsys.readouterr() == (f"{file}: ok, {summary}\n", "")
     assert list(file.parent.iterdir()) == [file]
 
@@ -63,7 +63,7 @@ def test_show_lists_defaults_and_derived_figures(file: Path, capsys: pytest.Capt
     assert cli.run(["config", "show", str(file)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for figure in ("1024 (1.00 KiB)", "16384 (16.00 KiB)", "8,192", "8,388,608", "durability=batch"):
+    for figure in ("1024 (1.00 KiB)", "16384 (16.00 KiB)", "6,880", "7,045,120", "durability=batch"):
         assert figure in out
 
 

@@ -80,7 +80,47 @@ def test_capacities_in_pages_tokens_and_bytes() -> None:
     assert made.capacity(Tier.HOST) == Capacity(1536, 16, 16384, 24 * 2**20)
     storage = made.capacity(Tier.STORAGE)
     assert storage is not None
-    assert (storage.num_pages, storage.tokens, storage.nbytes) == (8192, 131072, 2**27)
+    assert storage.budget_bytes == 2**27
+    assert storage.page_bytes == 16384
+    assert 7600 < storage.num_pages < 8192, "the index comes out of the budget"
+
+
+@pytest.mark.parametrize("values", ["slab", "inline"])
+@pytest.mark.parametrize("pages", [100, 1000, 100_000])
+def test_a_store_of_so_many_pages_gets_room_for_its_index(values: str, pages: int) -> None:
+    made = config(("size: 128MiB", f"size: {pages} pages\n    values: {values}"))
+    storage = made.capacity(Tier.STORAGE)
+    assert storage is not None
+    assert pages <= storage.num_pages <= pages + 1
+    assert storage.budget_bytes > pages * storage.page_bytes
+
+
+def test_a_codec_that_halves_pages_doubles_the_store() -> None:
+    plain, halved = config().capacity(Tier.STORAGE), config(("size: 128MiB", "size: 128MiB\n    codec: int8"))
+    smaller = halved.capacity(Tier.STORAGE)
+    assert plain is not None
+    assert smaller is not None
+    assert smaller.page_bytes == 12288  # 8 KiB of codes and the scales
+    assert smaller.num_pages > plain.num_pages * 1.3
+
+
+def test_codec_and_tenant_are_part_of_the_identity() -> None:
+    made = config(("size: 128MiB", "size: 128MiB\n    codec: int8\n    tenant: blue"))
+    assert made.identity().differences(config().identity().flat()) == ["codec", "tenant"]
+
+
+def test_options_of_the_storage_backend() -> None:
+    made = config(("size: 128MiB", "size: 128MiB\n    eviction: slru\n    ttl: 7d\n    quota: 1024 pages"))
+    assert made.storage_options() == {
+        "values": "slab",
+        "durability": "batch",
+        "eviction": "slru",
+        "ttl": 7 * 86400.0,
+        "quota_bytes": 1024 * 16384,
+    }
+    assert made.model_dump(mode="json")["tiers"][2]["ttl"] == "7d"
+    other = config(("size: 128MiB", "size: 128MiB\n    backend: redis\n    options: {host: there}"))
+    assert other.storage_options() == {"host": "there"}
 
 
 def test_host_and_disk_pages_are_aligned_and_budgets_are_kept() -> None:
@@ -150,7 +190,16 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
             "t.yaml:13: tiers[1].write: 'write_thru' is not one of 'write_through', 'write_through_selective' or "
             "'write_back', did you mean 'write_through'?",
         ),
-        ("    path: /tmp", "    eviction: slru", "t.yaml:15: tiers[2].eviction: 'slru' is not one of 'lru'"),
+        (
+            "    path: /tmp",
+            "    eviction: lfu",
+            "t.yaml:15: tiers[2].eviction: 'lfu' is not one of 'lru', 'slru'",
+        ),
+        ("size: 128MiB", "size: 128MiB\n    codec: zst", "t.yaml:17: tiers[2].codec: 'zst' is not one of"),
+        ("size: 128MiB", "size: 128MiB\n    ttl: 5", "t.yaml:17: tiers[2].ttl: 5: a duration needs a unit"),
+        ("size: 128MiB", "size: 128MiB\n    quota: 1KiB", "t.yaml:17: tiers[2].quota: 1KiB holds no page"),
+        ("size: 128MiB", "size: 128MiB\n    options: {a: 1}", "t.yaml:17: tiers[2].options: has no effect with"),
+        ("size: 128MiB", "size: 1MiB", "t.yaml:16: tiers[2].size: a storage budget of 1.0 MiB does not hold one batch"),
         ("policy: timeout", "policy: tmeout", "t.yaml:18: tiers[2].prefetch.policy: 'tmeout' is not one of"),
         ("policy: timeout", "deadline: 200", "t.yaml:18: tiers[2].prefetch.deadline: 200: a duration needs a unit"),
         ("dtype: float16", "dtype: fp16", "t.yaml:6: model.dtype: 'fp16' is not one of"),

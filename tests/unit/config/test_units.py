@@ -56,7 +56,10 @@ def test_bad_sizes_say_how_to_mend_them(value: object, message: str) -> None:
         parse_size(value)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("200ms", 0.2), ("2s", 2.0), ("1.5 min", 90.0), ("10us", 1e-5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("200ms", 0.2), ("2s", 2.0), ("1.5 min", 90.0), ("10us", 1e-5), ("2h", 7200.0), ("7d", 604800.0)],
+)
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
