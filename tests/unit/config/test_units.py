@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.config.units import BYTE_UNITS, format_bytes, parse_duration, parse_size
+from hicache.config.units import BYTE_UNITS, format_bytes, format_duration, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -84,3 +84,8 @@ def test_pages_are_rounded_down() -> None:
 )
 def test_bytes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("text", ["200ms", "2s", "90s", "2h", "7d", "10us", "36h", "1500ms"])
+def test_durations_are_written_as_they_can_be_read(text: str) -> None:
+    assert format_duration(parse_duration(text)) == text
