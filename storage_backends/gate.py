@@ -54,15 +54,15 @@ class CallGate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No reader inside until the end; called by the writer."""
+        """No reader inside until the end; called by the writer, also while it is alone."""
         with self._changed:
-            self._shut = True
+            before, self._shut = self._shut, True
             self._changed.wait_for(lambda: not self._readers)
         try:
             yield
         finally:
             with self._changed:
-                self._shut = False
+                self._shut = before
                 self._changed.notify_all()
 
     @contextmanager

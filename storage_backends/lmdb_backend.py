@@ -124,7 +124,7 @@ class LmdbBackend(StorageBackend):
 
     def clear(self) -> int:
         self._check_open()
-        return self._store.clear(self._number)
+        return self._store.clear(self._number).pages
 
     def generation(self) -> int:
         self._check_open()

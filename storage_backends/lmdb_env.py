@@ -120,11 +120,9 @@ class IndexEnvironment:
                 txn.put(name, label, overwrite=False, db=self.databases.meta)
 
     def join_databases(self) -> None:
-        """As `open_databases` where all is there already; does not wait for a writer."""
-        with self.env.begin() as txn:
-            self.databases = Databases(
-                *(self.env.open_db(n.encode(), txn=txn, create=False) for n in Databases._fields)
-            )
+        """As `open_databases` where all is there already."""
+        # Each waits for a writer: handles opened in a read transaction end with it.
+        self.databases = Databases(*(self.env.open_db(name.encode(), create=False) for name in Databases._fields))
 
     @contextmanager
     def view(self, buffers: bool = False) -> Iterator[IndexView]:
@@ -149,8 +147,12 @@ class IndexEnvironment:
 
     def adopt_map(self) -> None:
         """Follow another process that has enlarged the map. There must be no transaction of this process."""
-        self.env.set_mapsize(0)
-        self.map_bytes = self.env.info()["map_size"]
+        self.env.set_mapsize(0)  # the largest that LMDB was ever given: enough to see how large it is now
+        self.map_bytes = 0
+        with self.view() as view:
+            map_bytes = view.state().map_bytes
+        self.env.set_mapsize(map_bytes)
+        self.map_bytes = map_bytes
 
     def check_readers(self) -> int:
         """Free the slots of readers that died; returns how many."""

@@ -31,16 +31,17 @@ class Eviction:
 
 def evict(index: IndexWriter, eviction: Eviction, spaces: Iterable[int]) -> list[PageRecord]:
     """Remove the oldest pages of `spaces` until `eviction` is finished; returns the records of those that went."""
-    heads = [entry for number in spaces if (entry := index.order.next_victim(number, None)) is not None]
+    kept: dict[int, dict[int, int]] = {number: {} for number in spaces}  # by segment: look beyond what has to stay
+    heads = [entry for number in kept if (entry := index.order.next_victim(number, {})) is not None]
     queue = [(entry.stamp, entry.space, entry) for entry in heads]
     heapq.heapify(queue)
     while queue and not eviction.finished:
         _, number, entry = heapq.heappop(queue)
-        after = entry
-        if entry.key not in eviction.keep:
+        if entry.key in eviction.keep:
+            kept[number][entry.segment] = entry.stamp + 1
+        else:
             _evict_chain(index, eviction, entry)
-            after = entry._replace(stamp=entry.stamp - 1)  # its parent may have come in its place
-        following = index.order.next_victim(number, after)
+        following = index.order.next_victim(number, kept[number])
         if following is not None:
             heapq.heappush(queue, (following.stamp, number, following))
     for record in eviction.records:
@@ -83,4 +84,4 @@ def _evict_chain(index: IndexWriter, eviction: Eviction, entry: Entry) -> None:
 def _next_in_line(index: IndexWriter, eviction: Eviction, key: bytes, record: PageRecord, entry: Entry) -> bool:
     if eviction.finished or key in eviction.keep:
         return False
-    return (record.segment, record.stamp) <= (entry.segment, entry.stamp) and not index.has_children(key)
+    return record.segment <= entry.segment and record.stamp <= entry.stamp and not index.has_children(key)

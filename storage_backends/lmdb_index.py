@@ -48,7 +48,7 @@ POLICIES: Final = ("lru", "slru", "fifo")
 _LRU, _SLRU, _FIFO = range(3)
 
 PROTECTED_SHARE = 0.8
-"""Most of the evictable pages that slru protects."""
+"""Most of the evictable pages that slru protects; use beyond that has the oldest of them wait on probation."""
 
 
 class IndexView:
@@ -220,6 +220,9 @@ class IndexWriter(IndexView):
         self._put(key, used)
         if leaf:
             self._enter_order(key, used)
+            space = self.space(record.space)
+            if space.protected > space.leaves * PROTECTED_SHARE:
+                self._unprotect_one(record.space)
 
     # ---- removing -----------------------------------------------------------------------------
 
@@ -286,10 +289,7 @@ class IndexWriter(IndexView):
         space = self.space(record.space)
         self.order.enter(record.space, record.segment, record.stamp, key)
         space.leaves += 1
-        if record.segment == PROTECTED:
-            space.protected += 1
-            if space.protected > space.leaves * PROTECTED_SHARE:
-                self._unprotect_one(record.space)
+        space.protected += record.segment == PROTECTED
 
     def leave_order(self, record: PageRecord) -> bool:
         """True if the page was in the order: it had no children."""

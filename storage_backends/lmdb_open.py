@@ -24,6 +24,7 @@ from hicache.storage_backends.lmdb_damage import (
     walk_index,
 )
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability
+from hicache.storage_backends.lmdb_rewrite import REWRITTEN, discard_rewritten
 
 LOCK_FILE = "lock"
 SESSION_FILE = "session"
@@ -89,6 +90,7 @@ class StoreFolder:
         """
         used = used_data_bytes(self.path)
         check_mark(self.path)
+        discard_rewritten(self.path)
         if not used:
             self._check_empty()
         else:
@@ -140,9 +142,8 @@ class StoreFolder:
 
 
 def _is_own(name: str) -> bool:
-    return name in (DATA_FILE, "lock.mdb", LOCK_FILE, SESSION_FILE, MARK_FILE, "lost+found") or name.startswith(
-        SLAB_FILE
-    )
+    files = (DATA_FILE, "lock.mdb", LOCK_FILE, SESSION_FILE, MARK_FILE, REWRITTEN, "lost+found")
+    return name in files or name.startswith(SLAB_FILE)
 
 
 def _boot_id() -> str:

@@ -13,12 +13,21 @@ from pathlib import Path
 import lmdb
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreIdentityError, StoreUnavailableError
+from hicache.layout import round_up
 from hicache.storage_backends.budget import BudgetPlan, ValuesMode
 from hicache.storage_backends.lmdb_damage import used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability, IndexEnvironment, storage_errors
+from hicache.storage_backends.lmdb_index import IndexView
 from hicache.storage_backends.lmdb_open import StoreFolder
-from hicache.storage_backends.lmdb_schema import STORE_FORMAT, read_label
+from hicache.storage_backends.lmdb_rewrite import rewrite_index
+from hicache.storage_backends.lmdb_schema import BLOCK_BYTES, STORE_FORMAT, read_label
 from hicache.storage_backends.lmdb_store import Store
+
+DEFAULT_COST = 1 << 20
+"""Bytes that a page is taken to have where a tool opens a store without pages."""
+
+SHRINKING_BYTES = 64 << 20
+"""Room in the map of a store that is over its budget for the transactions that shrink it."""
 
 _META = b"meta"
 _STORE = b"store"
@@ -109,18 +118,44 @@ def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock:
     """Open a store that nobody else has open, look it over and take it up; begin it if there is none."""
     with storage_errors(f"store {folder.path}"):
         folder.check()
-        used = used_data_bytes(folder.path)
-        env = IndexEnvironment(folder.path, max(plan.split(used).map_bytes, used), durability)
+        if not _fits(plan, used_data_bytes(folder.path)):
+            _make_fit(folder, plan)
+        map_bytes = plan.split(used_data_bytes(folder.path)).map_bytes
+        env = IndexEnvironment(folder.path, map_bytes, durability)
         try:
             check_label(env.env, folder.path, plan.values)
             env.open_databases({_STORE: json.dumps(_label(plan.values)).encode()})
             store = Store(folder, env, plan, durability, clock)
             folder.begin_session(durability)
-            store.take_up()
+            store.take_up(plan.split(env.used_bytes))
         except BaseException:
             env.close()
             raise
     return store
+
+
+def _fits(plan: BudgetPlan, used_bytes: int) -> bool:
+    """Can an index that takes so much stay as it is?"""
+    try:
+        return used_bytes <= plan.split(used_bytes).map_bytes
+    except ConfigError:
+        return False
+
+
+def _make_fit(folder: StoreFolder, plan: BudgetPlan) -> None:
+    """The budget was lowered, and the index is larger than its share now: evict, then write it anew."""
+    path = folder.path
+    env = IndexEnvironment(path, used_data_bytes(path) + SHRINKING_BYTES, "batch")
+    try:
+        if check_label(env.env, path, plan.values) is None:
+            return
+        env.open_databases({})
+        store = Store(folder, env, plan, "batch", time.time)
+        store.take_up(plan.split())
+    finally:
+        env.close()
+    log.info("store %s: writing its index anew, which has outgrown the budget", path)
+    rewrite_index(path)
 
 
 def _join(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
@@ -160,11 +195,21 @@ def _open_as_is(folder: StoreFolder) -> Store:
                 raise ConfigError(f"{folder.path} holds no store yet")
             env.join_databases()
             with env.view() as view:
-                state = view.state()
-            return Store(folder, env, BudgetPlan(values, state.budget_bytes, 1 << 20), "batch", time.time)
+                state, cost = view.state(), _page_cost(view)
+            if env.map_bytes < state.map_bytes:
+                env.grow(state.map_bytes)  # its index was written anew by a process that ended right after
+            store = Store(folder, env, BudgetPlan(values, state.budget_bytes, cost), "batch", time.time)
+            store.serve_tool(alone)
+            return store
         except BaseException:
             env.close()
             raise
+
+
+def _page_cost(view: IndexView) -> int:
+    """Bytes that the largest pages of the store take outside the index; with inline values, the mean."""
+    state, pages = view.state(), sum(space.pages for space in view.spaces().values())
+    return max(view.slabs(), default=0) or round_up(state.live_bytes // max(pages, 1), BLOCK_BYTES) or DEFAULT_COST
 
 
 # ---- what is it a store of ----------------------------------------------------------------------

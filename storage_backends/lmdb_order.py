@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicache.errors import StoreCorruptError
@@ -51,12 +51,10 @@ class EvictionOrder:
         entries = (self.first(space, segment) for segment in (PROBATION, PROTECTED))
         return [entry for entry in entries if entry is not None]
 
-    def next_victim(self, space: int, after: Entry | None) -> Entry | None:
-        """The entry that goes next, beyond `after`, from which on the search goes on: those on probation first."""
-        start = after if after is not None else Entry(space, PROBATION, 0, b"")
-        for segment in range(start.segment, PROTECTED + 1):
-            stamp = start.stamp + 1 if after is not None and segment == start.segment else 0
-            entry = next(self._from(space, segment, stamp), None)
+    def next_victim(self, space: int, starts: Mapping[int, int]) -> Entry | None:
+        """The entry that goes next, those on probation first; `starts`: by segment, the stamp to look from."""
+        for segment in (PROBATION, PROTECTED):
+            entry = next(self._from(space, segment, starts.get(segment, 0)), None)
             if entry is not None:
                 return entry
         return None

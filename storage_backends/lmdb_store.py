@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hicache.errors import StorageError
 from hicache.hashing import Field
@@ -31,6 +31,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Removed(NamedTuple):
+    """Pages that went, and the bytes that they took outside the index."""
+
+    pages: int
+    nbytes: int
+
+
 @dataclass
 class _Write:
     """A call of `Store.write` under way. `encoded`: the pages that the next transaction is to add."""
@@ -39,12 +46,13 @@ class _Write:
     runs: Sequence[PageRun]
     encode: Encode
     touched: list[bytes]
+    kept: Collection[bytes] = ()
     encoded: dict[bytes, Encoded] = field(default_factory=dict)
 
     @cached_property
     def keep(self) -> set[bytes]:
-        """All pages of the runs, and those above them: nothing of a call makes room for the rest of it."""
-        return {key for run in self.runs for key in (run.parent, *run.keys) if key is not None}
+        """All pages of the runs, those above them and `kept`: nothing of a call makes room for the rest of it."""
+        return {key for run in self.runs for key in (run.parent, *run.keys) if key is not None}.union(self.kept)
 
 
 class Store:
@@ -63,11 +71,18 @@ class Store:
         self.values_mode: ValuesMode = plan.values
         self.durability = durability
         self.users = 0
+        self._ends_session = True
         self._env = env
         self._plan = plan
         self._index = Transactions(folder, env, plan, clock)
         self._index.on_growth = self._shrink
         self._values: PageValues = InlineValues() if plan.values == "inline" else SlabValues(folder.path)
+
+    def serve_tool(self, alone: bool) -> None:
+        """Looking leaves no trace: damage that is met is not noted, and one that comes alone leaves the note of the
+        last session as it is."""
+        self._ends_session = not alone
+        self._index.marks_damage = False
 
     @property
     def foreign(self) -> bool:
@@ -86,6 +101,10 @@ class Store:
             lambda: self._values.load(self._env, lambda view: view.leading_records(number, keys), place)
         )
 
+    def read(self, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
+        """Read pages by their records, which may be out of date by now; nothing is verified yet."""
+        self._index.read(lambda: self._values.read(self._env, records, places))
+
     def leading(self, number: int, keys: Sequence[bytes]) -> int:
         """How many leading keys of a chain of a namespace are stored."""
         return self.view(lambda view: 0 if view.space(number).clearing else view.leading(keys))
@@ -95,15 +114,26 @@ class Store:
         return self._index.change(lambda index: self._remove_damaged(index, key))
 
     @property
+    def env(self) -> IndexEnvironment:
+        return self._env
+
+    @property
     def used_bytes(self) -> int:
         """Bytes on disk, as the file system counts them."""
         return self._env.data_bytes + self._values.allocated_bytes
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def write(self, number: int, runs: Sequence[PageRun], encode: Encode, touched: Sequence[bytes] = ()) -> list[int]:
-        """Store runs of a namespace; returns how many leading pages of each are stored now."""
-        job = _Write(number, runs, encode, list(touched))
+    def write(
+        self,
+        number: int,
+        runs: Sequence[PageRun],
+        encode: Encode,
+        touched: Sequence[bytes] = (),
+        kept: Collection[bytes] = (),
+    ) -> list[int]:
+        """Store runs of a namespace; returns how many leading pages of each are stored now. None of `kept` goes."""
+        job = _Write(number, runs, encode, list(touched), kept)
         with self._index.writing():
             while True:
                 limit = self._index.look(partial(self._prepare, job))
@@ -127,20 +157,22 @@ class Store:
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._index.change(lambda index: self._remove(index, keys))
 
-    def clear(self, number: int) -> int:
-        """Remove every page of a namespace and move its generation on; returns how many pages went.
+    def clear(self, number: int) -> Removed:
+        """Remove every page of a namespace and move its generation on; returns what went.
 
         Once the first transaction is committed there are none, even if the process ends in the middle.
         """
         with self._index.writing():
-            count = self._index.commit(lambda index: self._begin_clear(index, number))
+            removed = self._index.commit(lambda index: self._begin_clear(index, number))
             self._finish_clear(number)
-            return count
+            return removed
 
-    def evict_older(self, number: int, before_us: int) -> int:
-        """Remove what was last used before that time; returns how many pages went."""
+    def remove_older(self, number: int, before_us: int) -> Removed:
+        """Remove what was last used before that time, and give its blocks back; returns what went."""
         with self._index.writing():
-            return self._expire(number, before_us)
+            removed = self._expire(number, before_us)
+            self._index.commit(self._values.release)
+            return removed
 
     def expire(self, number: int) -> None:
         """Remove pages whose time is up."""
@@ -172,10 +204,9 @@ class Store:
 
     # ---- opening and closing ------------------------------------------------------------------
 
-    def take_up(self) -> None:
+    def take_up(self, budget: Budget) -> None:
         """Take up what an earlier process left, and shrink to the budget. With the store alone."""
         with self._index.writing():
-            budget = self._plan.split(self._env.used_bytes)
             self._index.commit(lambda index: self._begin(index, budget))
             for number, space in self._index.look(lambda view: view.spaces()).items():
                 if space.clearing:
@@ -200,7 +231,7 @@ class Store:
         with self._index.gate.alone():
             self._env.close()
             self._values.close()
-            if clean and self.folder.try_alone():
+            if clean and self._ends_session and self.folder.try_alone():
                 self.folder.end_session()
             self.folder.release()
 
@@ -292,15 +323,15 @@ class Store:
         log.warning("%s: page %s is damaged, removed with %d below it", self.name, key.hex(), removed - 1)
         return removed
 
-    def _begin_clear(self, index: IndexWriter, number: int) -> int:
+    def _begin_clear(self, index: IndexWriter, number: int) -> Removed:
         space = index.space(number)
-        count = space.pages
+        removed = Removed(space.pages, space.live_bytes)
         space.generation += 1
         space.clearing = True
         if all(other == number or not each.pages for other, each in index.spaces().items()):
             index.drop_all()
             self._values.free_all(index)
-        return count
+        return removed
 
     def _finish_clear(self, number: int) -> None:
         def step(index: IndexWriter) -> int:
@@ -322,15 +353,15 @@ class Store:
         oldest = view.oldest(number) if ttl else None
         return before if oldest is not None and oldest < before else None
 
-    def _expire(self, number: int, before: int) -> int:
-        def step(index: IndexWriter) -> int:
+    def _expire(self, number: int, before: int) -> Removed:
+        def step(index: IndexWriter) -> Removed:
             records = expire(index, number, before, MAX_CHUNK_PAGES)
             self._values.free(index, records)
-            return len(records)
+            return Removed(len(records), sum(record.cost for record in records))
 
-        total = 0
-        while count := self._index.commit(step):
-            total += count
+        total = Removed(0, 0)
+        while (removed := self._index.commit(step)).pages:
+            total = Removed(total.pages + removed.pages, total.nbytes + removed.nbytes)
         return total
 
     # ---- the budget ---------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import lmdb
@@ -38,6 +38,7 @@ class Transactions:
         self.name = f"store {folder.path}"
         self.env = env
         self.gate = CallGate(self.name)
+        self.marks_damage = True
         self.on_growth: Callable[[], None] = lambda: None  # makes the pages fit the room that the map leaves them
         self._folder = folder
         self._plan = plan
@@ -50,7 +51,7 @@ class Transactions:
 
     def view(self, action: Callable[[IndexView], T]) -> T:
         """What `action` finds in a snapshot of the index."""
-        return self.read(lambda: self.look(action))
+        return self.read(lambda: self._look(action))
 
     def read(self, action: Callable[[], T]) -> T:
         """Call what reads in transactions of its own, beside other readers and one writer."""
@@ -58,9 +59,9 @@ class Transactions:
             try:
                 with self._errors(), self.gate.reading():
                     return action()
-            except lmdb.MapResizedError:  # another process has enlarged the map
-                with self.writing(), self.gate.alone():
-                    self.env.adopt_map()
+            except lmdb.MapResizedError:
+                with self.writing():
+                    self._adopt_map()
 
     def change(self, action: Callable[[IndexWriter], T]) -> T:
         """Commit what `action` does; see `commit`."""
@@ -73,20 +74,20 @@ class Transactions:
             yield
 
     def look(self, action: Callable[[IndexView], T]) -> T:
-        with self.env.view() as view:
-            return action(view)
+        while True:
+            try:
+                return self._look(action)
+            except lmdb.MapResizedError:
+                self._adopt_map()
 
     def commit(self, action: Callable[[IndexWriter], T]) -> T:
         """Commit what `action` does. It is called again if the map was full: nothing of it had remained."""
-        try:
+        with suppress(lmdb.MapFullError):
             return self._commit(action)
-        except (lmdb.MapFullError, lmdb.MapResizedError):
-            pass
         grown = False
         while True:
             try:
                 with self.gate.alone():  # LMDB cannot reuse what a reader may see
-                    self.env.adopt_map()
                     self.env.check_readers()
                     self._commit(lambda index: None)
                     result = self._commit(action)
@@ -100,8 +101,21 @@ class Transactions:
         return result
 
     def _commit(self, action: Callable[[IndexWriter], T]) -> T:
-        with self.env.writer(self.now_us) as index:
-            return action(index)
+        while True:
+            try:
+                with self.env.writer(self.now_us) as index:
+                    return action(index)
+            except lmdb.MapResizedError:
+                self._adopt_map()
+
+    def _look(self, action: Callable[[IndexView], T]) -> T:
+        with self.env.view() as view:
+            return action(view)
+
+    def _adopt_map(self) -> None:
+        """Another process has enlarged the map."""
+        with self.gate.alone():
+            self.env.adopt_map()
 
     def _enlarge_map(self) -> None:
         """Give the map, which is full, some of the room of the pages. With the gate alone."""
@@ -135,6 +149,6 @@ class Transactions:
             with storage_errors(self.name):
                 yield
         except StoreCorruptError as error:
-            if error.reason == "corrupt":
+            if error.reason == "corrupt" and self.marks_damage:
                 mark_damaged(self._folder.path, str(error))
             raise

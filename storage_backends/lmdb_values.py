@@ -45,6 +45,10 @@ class PageValues(ABC):
         """
 
     @abstractmethod
+    def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
+        """Read pages from where their records say, to `places`. As `load`, nothing is verified yet."""
+
+    @abstractmethod
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         """The bytes of one page. Nothing is verified yet."""
 
@@ -111,11 +115,13 @@ class SlabValues(PageValues):
         with env.view() as view:
             records = find(view)
         # The transaction is over: LMDB need not keep old pages while the disk works.
-        places = place(records)
+        self.read(env, records, place(records))
+        return records
+
+    def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
         for slot_bytes, numbers in _by_slab([record.location for record in records]):
             slots = [slot_of(records[number].location) for number in numbers]
             self._slab(slot_bytes).read(slots, [places[number] for number in numbers])
-        return records
 
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         slot_bytes = slab_of(record.location)
@@ -264,11 +270,12 @@ class InlineValues(PageValues):
     def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
         with env.view(buffers=True) as view:
             records = find(view)
-            for record, target in zip(records, place(records)):
-                value = view.txn.get(_LOCATION.pack(record.location), b"", db=env.databases.values)
-                if len(value) == record.length:
-                    target[: len(value)] = value
+            _copy_values(view, records, place(records))
         return records
+
+    def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
+        with env.view(buffers=True) as view:
+            _copy_values(view, records, places)
 
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         return memoryview(index.txn.get(_LOCATION.pack(record.location), b"", db=index.databases.values))
@@ -311,6 +318,13 @@ class InlineValues(PageValues):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _copy_values(view: IndexView, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
+    for record, target in zip(records, places):
+        value = view.txn.get(_LOCATION.pack(record.location), b"", db=view.databases.values)
+        if len(value) == record.length:
+            target[: len(value)] = value
 
 
 def _extents(index: IndexView, slot_bytes: int) -> tuple[ExtentSet, ExtentSet]:
