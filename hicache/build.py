@@ -6,17 +6,19 @@ from hicache.cache import HiCache
 from hicache.config.machine import check_machine
 from hicache.config.models import CacheConfig
 from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator, resolve_device
-from hicache.errors import BadInput, ConfigError, StoreUnavailableError
+from hicache.errors import BadInput, StorageError
 from hicache.host_pool.pool import HostPool
 from hicache.kernels.dispatch import select_kernels
+from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import RequestManager
+from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.storage_backends.registry import BackendSpec, create, names
 from hicache.streams import create_stream
 from hicache.tiers import HostTier, StorageTier, Tiers
 from hicache.transfer.copy_engine import CopyEngine
-from hicache.transfer.storage_engine import StorageEngine
+from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.radix_tree import RadixTree
 from hicache.types import Tier
 
@@ -24,7 +26,8 @@ from hicache.types import Tier
 def build_cache(config: CacheConfig) -> HiCache:
     """Allocate pools, start streams and open the store. Raises ConfigError with the place in the file.
 
-    Nothing is left behind if a part cannot be made: the store is opened before memory is taken.
+    Nothing is left behind if a part cannot be made: the store is opened before memory is taken. A store that
+    cannot be opened now, through no fault of the configuration, is tried again later.
     """
     device = resolve_device(config.device.device)
     check_machine(config, device)
@@ -58,18 +61,24 @@ def _storage(config: CacheConfig) -> StorageTier | None:
     index = config.index_of(Tier.STORAGE)
     if section is None or capacity is None or index is None:
         return None
-    options = {"values": section.values, "durability": section.durability} if section.backend == "lmdb" else {}
+    options = config.storage_options()
     field = "path" if section.backend in names() else "backend"
+    spec = BackendSpec(config.identity(), capacity.budget_bytes, section.folder, options)
+    backend = RecoveringBackend(lambda: create(section.backend, spec))
+    failure: StorageError | None = None
     try:
-        backend = create(
-            section.backend, BackendSpec(config.identity(), capacity.budget_bytes, section.folder, options)
-        )
+        backend.open()
     except BadInput as error:
         raise type(error)(f"{config.where('tiers', index, field)}: {error}") from error
-    except StoreUnavailableError as error:
-        raise ConfigError(f"{config.where('tiers', index, field)}: {error}") from error
-    engine = StorageEngine(backend, config.page_size, config.queue_bytes(), section.threads)
-    return StorageTier(engine, WritePolicy(section.write))
+    except StorageError as error:
+        failure = error
+    limits = EngineLimits(config.queue_bytes(), section.queue_time, section.load_deadline, section.store_deadline)
+    engine = StorageEngine(backend, config.page_size, limits, section.threads)
+    if failure is not None:
+        engine.trip(failure)  # serving starts without it; it is tried again
+    admission = section.admission
+    policy = AdmissionPolicy(admission.policy, admission.min_hits, admission.min_priority)
+    return StorageTier(engine, WritePolicy(section.write), policy)
 
 
 def build_requests(cache: HiCache, max_requests: int = 256) -> RequestManager:

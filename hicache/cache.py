@@ -16,15 +16,16 @@ from hicache.demotion import Demotion
 from hicache.errors import TransferError
 from hicache.integrity import check_cache, device_use, host_use
 from hicache.layout import KVLayout
+from hicache.lifecycle import DetachReport, FlushReport, Lifecycle
 from hicache.prefetch import Prefetcher, PrefetchPolicy
 from hicache.stats import HOST_DEVICE, CacheStats
 from hicache.streams.base import Event
-from hicache.tiers import Tiers
+from hicache.tiers import StorageTier, Tiers
 from hicache.transfer.tickets import CopyTicket, LoadTicket
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
 from hicache.tree.residency import ABSENT
-from hicache.types import DropReason, PageIndices, PrefixKey, Tier, no_pages
+from hicache.types import PageIndices, PrefixKey, Tier, no_pages
 
 CommitBarrier = Callable[[list[int]], list[int]]
 """Makes ranks agree on how many completions to commit: element-wise minimum over ranks of what each has ready."""
@@ -45,14 +46,6 @@ class LoadBack:
     pages: PageIndices  # on the device, of the whole prefix, those that are still arriving too
 
 
-@dataclass(frozen=True)
-class FlushReport:
-    """Whether a flush happened. If not, nothing was changed and `reason` says why."""
-
-    flushed: bool
-    reason: str = ""
-
-
 class HiCache:
     """A hierarchical KV cache: device, host and storage tiers under one radix tree."""
 
@@ -71,11 +64,12 @@ class HiCache:
         )
         self._loads: deque[tuple[LoadTicket, Fill]] = deque()
         self._ticket_of: dict[Fill, LoadTicket] = {}
-        self._clock = clock
         self._barrier = commit_barrier
         self._compute: Event | None = None
         self._owners: list[Callable[[], Iterable[PageIndices]]] = []
-        self._closed = False
+        self._lifecycle = Lifecycle(
+            tiers, self._demotion, self._prefetcher, self._advance, lambda: bool(self._loads), clock
+        )
 
     @property
     def layout(self) -> KVLayout:
@@ -179,6 +173,7 @@ class HiCache:
             for node in result.path:
                 if host.write.on_hit(node.hits) and node.residency[Tier.HOST] is ABSENT:
                     self._demotion.stage_backup([node])
+        self._demotion.persister.on_hit(result.path)
 
     # ---- pages ------------------------------------------------------------------------------
 
@@ -203,11 +198,13 @@ class HiCache:
 
     def poll(self) -> int:
         """Commit completions, in the order of submission per stream; returns how many."""
-        demotion = self._demotion
+        demotion, persister = self._demotion, self._demotion.persister
+        self.tiers.watch_storage()
+        persister.set_hung_aside()
         ready = [
             _leading(demotion.backups, lambda batch: _complete(batch.ticket)),
             _leading(self._loads, lambda load: _complete(load[0])),
-            _leading(demotion.persists, lambda batch: batch.ticket.done),
+            _leading(persister.batches, lambda batch: batch.ticket.done),
         ]
         backups, loads, persists = self._barrier(ready)
         for _ in range(backups):
@@ -215,7 +212,8 @@ class HiCache:
         for _ in range(loads):
             self._commit_load(*self._loads.popleft())
         for _ in range(persists):
-            demotion.commit_persist(demotion.persists.popleft())
+            persister.commit_next()
+        persister.commit_returned()
         self._prefetcher.poll()
         self.tiers.tree.coalesce(demotion.settled)
         demotion.settled.clear()
@@ -275,7 +273,8 @@ class HiCache:
     def stats(self) -> CacheStats:
         """A snapshot. Asks the storage backend for its usage, which may wait for a write: not for every step."""
         counters, storage = self.tiers.counters, self.tiers.storage
-        usage = storage.engine.backend.usage() if storage is not None and not self._closed else None
+        usage = storage.engine.usage() if storage is not None else None
+        loads, stores = storage.engine.states if storage is not None else (None, None)
         return CacheStats(
             hit_tokens=dict(counters.hit_tokens),
             computed_tokens=counters.computed_tokens,
@@ -289,6 +288,9 @@ class HiCache:
             host=host_use(self.tiers),
             storage_pages=usage.pages if usage is not None else None,
             storage_bytes=usage.used_bytes if usage is not None else None,
+            storage_loads=loads.value if loads is not None else None,
+            storage_stores=stores.value if stores is not None else None,
+            forgotten_pages=counters.forgotten_pages,
         )
 
     def check_integrity(self) -> None:
@@ -304,19 +306,15 @@ class HiCache:
     @property
     def in_flight(self) -> bool:
         """Is anything under way that a later poll will commit?"""
-        return bool(self._loads or self._demotion.in_flight or self._prefetcher.in_flight)
+        return self._lifecycle.in_flight
 
     def drain(self, timeout: float) -> bool:
         """Commit everything in flight, waiting up to `timeout` seconds; False if something still is."""
-        until = self._clock() + timeout
-        while True:
-            self._demotion.flush_backups(self._compute)
-            self.poll()
-            if not self.in_flight:
-                return True
-            if self._clock() >= until:
-                return False
-            time.sleep(_DRAIN_INTERVAL)
+        return self._lifecycle.drain(timeout)
+
+    def _advance(self) -> None:
+        self._demotion.flush_backups(self._compute)
+        self.poll()
 
     # ---- flush and close --------------------------------------------------------------------
 
@@ -327,79 +325,30 @@ class HiCache:
         Refused, with nothing forgotten, while requests hold locks or copies are still in flight. Waiting
         prefetches end either way.
         """
-        named = set(tiers)
-        if any(node.lock_ref for node in self.tiers.tree.nodes()):
-            return FlushReport(False, "requests hold locks on cached pages")
-        self._prefetcher.end_all()
-        if not self.drain(timeout):
-            return FlushReport(False, f"copies are still in flight after {timeout:g} s")
-        if Tier.STORAGE in named and self.tiers.storage is not None:
-            self.tiers.storage.engine.backend.clear()
-            for node in self.tiers.tree.nodes():
-                if node.residency.on_storage:
-                    self.tiers.tree.drop_storage(node)
-        for node in reversed(list(self.tiers.tree.nodes())):
-            self._flush_node(node, named)
-        return FlushReport(True)
-
-    def _flush_node(self, node: Node, named: set[Tier]) -> None:
-        tiers, tree = self.tiers, self.tiers.tree
-        lost = page_count(node)
-        keeps_host = Tier.HOST not in named and node.residency.on_host
-        if node.residency.on_device and Tier.DEVICE in named:
-            if not keeps_host:
-                for child in reversed(list(node.subtree())[1:]):  # host pages that nothing would lead to
-                    tiers.counters.dropped(DropReason.FLUSHED, page_count(child))
-                    tiers.free_host(tree.drop_host(child))
-            tiers.free_device(tree.drop_device(node))
-        if node.residency.on_host and (Tier.HOST in named) and (node.residency.on_device or not node.children):
-            tiers.free_host(tree.drop_host(node))
-        if not node.alive:
-            tiers.counters.dropped(DropReason.FLUSHED, lost)
+        return self._lifecycle.flush(set(tiers), timeout)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Bring what only memory holds to storage, then stop streams and workers. Idempotent."""
-        if self._closed:
-            return
-        self._prefetcher.end_all()
-        self.drain(timeout)
-        if self.tiers.usable_storage is not None:
-            self._persist_all(timeout)
-        self._closed = True
-        if self.tiers.host is not None:
-            self.tiers.host.copies.close()
-        if self.tiers.storage is not None:
-            self.tiers.storage.engine.close()
-        if self.tiers.host is not None:
-            self.tiers.host.pool.close()
+        """Bring what only memory holds to storage, then stop streams and workers. Idempotent.
 
-    def _persist_all(self, timeout: float) -> None:
-        """Store whatever is in memory and not on storage yet, parents first, in as many rounds as the host needs."""
-        left, before = self._unstored_pages(), -1
-        while left and left != before and self.tiers.usable_host is not None and self.tiers.usable_storage is not None:
-            for node in list(self.tiers.tree.nodes()):
-                if node.residency.on_device and node.residency[Tier.HOST] is ABSENT and not node.residency.on_storage:
-                    self._demotion.stage_backup([node])
-            self.drain(timeout)
-            for node in list(self.tiers.tree.nodes()):
-                if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
-                    self._store_at_close(node, timeout)
-            self.drain(timeout)
-            left, before = self._unstored_pages(), left
+        Waits `timeout` seconds for copies and as long again for the backend. One that has not returned by then
+        is left alone: its worker keeps the host pages it has, and the host's memory stays.
+        """
+        self._lifecycle.close(timeout)
 
-    def _store_at_close(self, node: Node, timeout: float) -> None:
-        self._demotion.persist([node], evict=False)
-        if self.tiers.storage is not None and self.tiers.storage.engine.queued_bytes > _CLOSING_BYTES:
-            self.drain(timeout)
+    def attach_storage(self, storage: StorageTier) -> None:
+        """Use a storage tier from now on. ProtocolError if there is one, or no host tier, or the cache is closed."""
+        self._lifecycle.attach(storage)
 
-    def _unstored_pages(self) -> int:
-        return sum(page_count(node) for node in self.tiers.tree.nodes() if not node.residency.on_storage)
+    def detach_storage(self, timeout: float = 60.0) -> DetachReport:
+        """Go on without the storage tier, and close it; what only it has is not found any more.
+
+        Waits up to `timeout` seconds for the stores that wait, then drops them. Prefetches end. ProtocolError
+        if there is no storage tier.
+        """
+        return self._lifecycle.detach(timeout)
 
 
 T = TypeVar("T")
-
-_DRAIN_INTERVAL = 0.0002
-_CLOSING_BYTES = 64 << 20
 
 
 def device_table(node: Node | None) -> PageIndices:

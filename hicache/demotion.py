@@ -22,17 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import TransferError
-from hicache.hashing import DIGEST_BYTES
+from hicache.persist import Persister
 from hicache.stats import DEVICE_HOST, HOST_STORAGE
-from hicache.storage_backends.base import PageRun
 from hicache.streams.base import Event
 from hicache.tiers import Tiers
-from hicache.transfer.storage_engine import WriteTicket
 from hicache.transfer.tickets import CopyTicket
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, joined, page_count
 from hicache.tree.residency import ABSENT
-from hicache.types import DropReason, PageIndices, Tier
+from hicache.types import DropReason, Tier
 
 _FRAGMENTS = 8
 """A victim longer than needed is cut, but by no less than this fraction of it."""
@@ -54,22 +52,6 @@ class BackupBatch:
     backups: Sequence[Backup]
 
 
-@dataclass(frozen=True)
-class Persist:
-    """Pages of one chain on their way to storage. The last `evict_pages` of them are to leave the host at
-    the acknowledgement, stored or not, unless they were used after `evict_before`."""
-
-    fill: Fill
-    evict_pages: int
-    evict_before: int
-
-
-@dataclass(frozen=True)
-class PersistBatch:
-    ticket: WriteTicket
-    persists: Sequence[Persist]
-
-
 class Demotion:
     """Evicts, and owns the copies down that eviction and the write policies start."""
 
@@ -77,10 +59,9 @@ class Demotion:
         self.tiers = tiers
         self._staged: list[Backup] = []
         self.backups: deque[BackupBatch] = deque()
-        self.persists: deque[PersistBatch] = deque()
         self._leaving_device = 0  # pages whose device copy falls when their backup is acknowledged
-        self._leaving_host = 0
         self.settled: list[Node] = []  # whose copies were just committed: they may be whole again
+        self.persister = Persister(tiers, self._drop_host, self.settled)
 
     # ---- device -----------------------------------------------------------------------------
 
@@ -117,7 +98,7 @@ class Demotion:
         if reason is None:
             if self.stage_backup([node], evict=True):
                 return True
-            if self.in_flight:
+            if self.moving:
                 return False  # what is on its way to or from the host makes room there when it lands
             reason = DropReason.HOST_FULL
         return self._discard_device(node, reason)
@@ -158,7 +139,7 @@ class Demotion:
         """
         host = self.tiers.usable_host
         leaving = sum(page_count(node) for node in nodes) if evict else 0
-        if host is not None and self.tiers.usable_storage is not None and nodes:
+        if host is not None and self.tiers.storage is not None and nodes:
             nodes = [*_only_on_device(nodes[0].parent), *nodes]
         count = sum(page_count(node) for node in nodes)
         if host is None or not self.make_host_room(count):
@@ -202,7 +183,7 @@ class Demotion:
             self.tiers.tree.commit_fill(backup.fill)
             arrived += backup.fill.nodes
         self.settled += arrived
-        self._persist_on_entry(arrived)
+        self.persister.on_entry(arrived)
         for backup in batch.backups:
             self._drop_unused_device(backup)
 
@@ -226,14 +207,15 @@ class Demotion:
         ledger, allocator = self.tiers.tree.ledger, host.pool.allocator
         storing: list[Node] = []
         wanted = 0
-        while (shortage := num_pages - allocator.free_pages - self._leaving_host - wanted) > 0:
+        while (shortage := num_pages - allocator.free_pages - self.persister.leaving - wanted) > 0:
             order = ledger.mirrors if len(ledger.mirrors) else ledger.host_leaves
             victim = order.first()
             if victim is None:
                 break
             victim = self._cut(victim, shortage)
-            if victim.residency.on_storage or not self._wants_storing(victim):
-                self._drop_host(victim, DropReason.NO_LOWER_TIER)
+            reason = self._no_store(victim)
+            if reason is not None:
+                self._drop_host(victim, reason)
                 continue
             order.discard(victim)  # out of the way until its fate is known
             storing.append(victim)
@@ -244,11 +226,15 @@ class Demotion:
             self._store_or_drop(storing)
         return num_pages <= allocator.free_pages
 
-    def _wants_storing(self, node: Node) -> bool:
-        return self.tiers.usable_storage is not None and node.residency[Tier.STORAGE] is ABSENT
+    def _no_store(self, node: Node) -> DropReason | None:
+        """Why this page is not to be stored at its eviction, if it is lost by that; None if it is to be."""
+        storage = self.tiers.storage
+        if storage is None or node.residency.on_storage:
+            return DropReason.NO_LOWER_TIER
+        return None if storage.admits(node) else DropReason.NOT_ADMITTED
 
     def _store_or_drop(self, nodes: Sequence[Node]) -> None:
-        refused = self.persist(nodes, evict=True)
+        refused = self.persister.persist(nodes, evict=True)
         for node, reason in refused:
             self._drop_host(node, reason)
 
@@ -260,8 +246,7 @@ class Demotion:
         elif node.residency.on_storage:
             counters.demoted_pages[HOST_STORAGE] += count
         else:
-            degraded = self.tiers.storage is not None and self.tiers.storage.degraded
-            counters.dropped(DropReason.TIER_DEGRADED if degraded else reason, count)
+            counters.dropped(reason, count)
         self.tiers.free_host(self.tiers.tree.drop_host(node))
 
     def _cut(self, node: Node, wanted: int) -> Node:
@@ -272,99 +257,16 @@ class Demotion:
             self.tiers.tree.split(node, count - tail)
         return node
 
-    # ---- host → storage ---------------------------------------------------------------------
-
-    def _persist_on_entry(self, nodes: Sequence[Node]) -> None:
-        storage = self.tiers.usable_storage
-        if storage is not None and storage.write.on_entry():
-            self.persist(nodes, evict=False)
-
-    def persist(self, nodes: Sequence[Node], evict: bool) -> list[tuple[Node, DropReason]]:
-        """Write host pages to storage, ancestors first. Returns the nodes that were not taken, and why."""
-        storage, tree = self.tiers.usable_storage, self.tiers.tree
-        if storage is None:
-            return [(node, DropReason.TIER_DEGRADED) for node in nodes]
-        refused, persists, runs, accepted = list[tuple[Node, DropReason]](), list[Persist](), list[PageRun](), []
-        for node in nodes:
-            chain = self._unstored_chain(node)
-            if chain is None:
-                refused.append((node, DropReason.CHAIN_CUT))
-            elif chain:
-                runs.append(self._run_of(chain))
-                fill = tree.begin_fill(Tier.STORAGE, chain, _NO_PAGES)
-                persists.append(Persist(fill, page_count(node) if evict else 0, tree.tick))
-                accepted.append(node)
-        if not persists:
-            return refused
-        nbytes = sum(len(run.buffers) for run in runs) * self.tiers.device_pool.layout.page_stride
-        ticket = storage.engine.write(runs, nbytes)
-        if ticket is None:
-            for persist in reversed(persists):
-                tree.commit_store(persist.fill, 0)
-            return refused + [(node, DropReason.STORAGE_SHED) for node in accepted]
-        self._leaving_host += sum(persist.evict_pages for persist in persists)
-        self.persists.append(PersistBatch(ticket, tuple(persists)))
-        return refused
-
-    def _unstored_chain(self, node: Node) -> list[Node] | None:
-        """The node after those of its ancestors that are not stored yet; None if one of them has no host copy."""
-        chain: list[Node] = []
-        at: Node | None = node
-        while at is not None and not at.is_root and at.residency[Tier.STORAGE] is ABSENT:
-            if not at.residency.on_host:
-                return None
-            chain.append(at)
-            at = at.parent
-        chain.reverse()
-        return chain
-
-    def _run_of(self, chain: Sequence[Node]) -> PageRun:
-        tree, above = self.tiers.tree, chain[0].parent
-        seed = self.tiers.seed(tree.namespace_of(chain[0]))
-        names = b"".join([tree.digests(node, seed) for node in chain])
-        keys = [names[at : at + DIGEST_BYTES] for at in range(0, len(names), DIGEST_BYTES)]
-        parent = None if above is None or above.is_root else tree.digests(above, seed)[-DIGEST_BYTES:]
-        return PageRun(keys, self.tiers.host_buffers(joined([node.host_pages for node in chain])), parent)
-
-    def commit_persist(self, batch: PersistBatch) -> None:
-        storage, counters = self.tiers.storage, self.tiers.counters
-        assert storage is not None
-        failed = batch.ticket.error is not None
-        if failed:
-            counters.failures["store"] += 1
-        storage.count(failed)
-        stride = self.tiers.device_pool.layout.page_stride
-        for persist, run, stored in zip(batch.persists, batch.ticket.runs, batch.ticket.counts, strict=True):
-            self._leaving_host -= persist.evict_pages
-            counters.moved_bytes[HOST_STORAGE] += stored * stride
-            top = persist.fill.nodes[0]
-            self.settled += persist.fill.nodes
-            self.tiers.tree.commit_store(persist.fill, stored)
-            if not stored and run.parent is not None and not failed:
-                self._forget_stored(top.parent)
-            self._drop_unused_host(persist, DropReason.STORAGE_FAILED if failed else DropReason.NOT_ADMITTED)
-
-    def _forget_stored(self, node: Node | None) -> None:
-        """The backend no longer has the pages before a run: what the tree believes of the chain is stale."""
-        while node is not None and not node.is_root:
-            if node.residency.on_storage:
-                self.tiers.tree.drop_storage(node)
-            node = node.parent
-
-    def _drop_unused_host(self, persist: Persist, reason: DropReason) -> None:
-        ledger, left = self.tiers.tree.ledger, persist.evict_pages
-        for node in reversed(persist.fill.nodes):
-            if left <= 0:
-                return
-            left -= page_count(node)
-            if node.tick <= persist.evict_before and (node in ledger.mirrors or node in ledger.host_leaves):
-                self._drop_host(node, reason)
-
     # ---- state ------------------------------------------------------------------------------
 
     @property
+    def moving(self) -> bool:
+        """Is anything in flight that does not hang?"""
+        return bool(self._staged or self.backups or self.persister.batches)
+
+    @property
     def in_flight(self) -> bool:
-        return bool(self._staged or self.backups or self.persists)
+        return bool(self._staged or self.backups) or self.persister.in_flight
 
 
 def _only_on_device(node: Node | None) -> list[Node]:
@@ -376,6 +278,3 @@ def _only_on_device(node: Node | None) -> list[Node]:
         node = node.parent
     alone.reverse()
     return alone
-
-
-_NO_PAGES: PageIndices = joined([])

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hicache.demotion import Demotion
 from hicache.hashing import DIGEST_BYTES
 from hicache.stats import STORAGE_HOST
 from hicache.tiers import Tiers
-from hicache.transfer.storage_engine import LookupTicket, ReadTicket
+from hicache.transfer.storage_tickets import LookupTicket, ReadTicket
+from hicache.tree.node import Node
 from hicache.tree.plans import PrefixMatch
 from hicache.types import PageIndices, PrefixKey, no_pages
 
@@ -55,11 +56,24 @@ class Prefetch:
     attempts: int = 0
     start: bytes = b""  # names the first missing page; equal for requests that miss the same one
     first_page: int = 0
+    last: Node | None = None  # the node before that page
     lookup: LookupTicket | None = None
     read: ReadTicket | None = None
     pages: PageIndices = field(default_factory=no_pages)
+    generation: int = 0  # of the store when the read began
+    second: bool = False  # for what had been in memory when the first one looked
     leader: Prefetch | None = None  # another request's prefetch that brings the next missing page
     ended: bool = False
+
+
+class _Ended(NamedTuple):
+    """What is kept of a prefetch that has ended while its request waits."""
+
+    key: PrefixKey
+    started: float
+    asked: float | None
+    known: int  # tokens that were in memory when it looked,
+    last: Node | None  # up to this node
 
 
 class Prefetcher:
@@ -80,13 +94,14 @@ class Prefetcher:
         self._policy = policy
         self._active: dict[str, Prefetch] = {}
         self._leaders: dict[bytes, Prefetch] = {}
+        self._ended: dict[str, _Ended] = {}  # of requests that still wait
         self._unclaimed: dict[str, int] = {}  # request -> pages that have arrived for it and it has not used yet
         self._draining: list[tuple[ReadTicket, PageIndices]] = []  # ended reads whose last batch is still running
 
     def start(self, rid: str, key: PrefixKey) -> None:
         """Begin to look for what `key` misses. A second start of the same request ends the first."""
         self.end(rid)
-        if self._tiers.usable_storage is None or self._tiers.usable_host is None:
+        if self._tiers.readable_storage is None or self._tiers.usable_host is None:
             return
         op = Prefetch(rid, key, self._clock())
         self._attempt(op)
@@ -94,15 +109,18 @@ class Prefetcher:
             self._active[rid] = op
 
     def _attempt(self, op: Prefetch) -> None:
-        storage, tree = self._tiers.usable_storage, self._tiers.tree
+        storage, tree = self._tiers.readable_storage, self._tiers.tree
         match = self._match(op.key)
         page_bytes = tree.page_bytes
         known = match.device_len + match.host_hit_len
         op.attempts += 1
-        op.first_page = known // tree.page_size
+        op.first_page, op.last = known // tree.page_size, match.path[-1] if match.path else None
         missing = op.key.data[op.first_page * page_bytes :]
-        if storage is None or len(missing) // page_bytes < self._policy.min_pages or op.attempts > MAX_ATTEMPTS:
+        if len(missing) // page_bytes < self._policy.min_pages or op.attempts > MAX_ATTEMPTS:
             self._finish(op, "nothing_missing" if op.attempts == 1 else "complete")
+            return
+        if storage is None:
+            self._finish(op, "error")
             return
         seed = self._tiers.seed(op.key.namespace)
         parent = tree.digests(match.path[-1], seed)[-DIGEST_BYTES:] if match.path else seed
@@ -128,6 +146,8 @@ class Prefetcher:
             if op.leader.ended:
                 op.leader = None
                 self._attempt(op)
+        elif any(ticket is not None and ticket.hangs for ticket in (op.lookup, op.read)):
+            self._end(op, "error")
         elif op.read is not None:
             if op.read.done:
                 self._end(op, "complete" if op.read.count == len(op.read.keys) else "short")
@@ -137,10 +157,12 @@ class Prefetcher:
     def _begin_read(self, op: Prefetch, lookup: LookupTicket) -> None:
         if lookup.hits >= self._policy.min_pages and self._crowded(lookup.hits):
             return
-        self._tally(lookup.error)
-        host, storage = self._tiers.usable_host, self._tiers.usable_storage
-        if lookup.hits < self._policy.min_pages or host is None or storage is None:
-            self._end(op, "miss" if lookup.error is None else "error")
+        host, storage = self._tiers.usable_host, self._tiers.readable_storage
+        if lookup.error is not None or host is None or storage is None:
+            self._end(op, "error")
+            return
+        if lookup.hits < self._policy.min_pages:
+            self._end(op, "miss")
             return
         wanted = min(lookup.hits, host.pool.num_pages)
         self._demotion.make_host_room(wanted)
@@ -153,7 +175,7 @@ class Prefetcher:
             self._tiers.free_host(pages)
             self._end(op, "queue_full")
             return
-        op.read, op.pages = read, pages
+        op.read, op.pages, op.generation = read, pages, storage.generation
         self._tiers.staged_host_pages += len(pages)
 
     def _crowded(self, hits: int) -> bool:
@@ -165,23 +187,45 @@ class Prefetcher:
     def claim(self, rid: str) -> None:
         """The request runs: what arrived for it is in its hands."""
         self._unclaimed.pop(rid, None)
+        self._ended.pop(rid, None)
 
     def ready(self, rid: str) -> bool:
         """May the request run now? Ends its prefetch if its time is up."""
-        op = self._active.get(rid)
+        op = self._active.get(rid) or self._second(rid)
         if op is None:
             return True
         self._advance(op)
-        now = self._clock()
         if op.asked is None:
-            op.asked = now
+            op.asked = self._clock()
         if op.ended:
             return True
-        since = op.asked if self._policy.mode == "wait_complete" else op.started
-        if self._policy.mode != "best_effort" and now - since < self._policy.deadline:
+        if self._may_wait(op):
             return False
         self._end(op, "cut_short")
         return True
+
+    def _may_wait(self, op: Prefetch) -> bool:
+        since = op.asked if self._policy.mode == "wait_complete" and op.asked is not None else op.started
+        return self._policy.mode != "best_effort" and self._clock() - since < self._policy.deadline
+
+    def _second(self, rid: str) -> Prefetch | None:
+        """Another prefetch, once, for what was in memory when the first one looked and has left it since."""
+        ended = self._ended.get(rid)
+        if ended is None or ended.last is None or ended.last.alive:
+            return None
+        del self._ended[rid]
+        op = Prefetch(rid, ended.key, ended.started, ended.asked, second=True)
+        match = self._match(op.key)
+        if match.device_len + match.host_hit_len >= ended.known:  # its last node was merged into another
+            self._ended[rid] = ended._replace(last=match.path[-1])
+            return None
+        if not self._may_wait(op) or self._tiers.readable_storage is None:
+            return None
+        self._attempt(op)
+        if op.ended:
+            return None
+        self._active[rid] = op
+        return op
 
     def end(self, rid: str) -> None:
         """Stop the prefetch of a request; what has arrived stays. Unknown requests are ignored."""
@@ -194,15 +238,23 @@ class Prefetcher:
         for rid in list(self._active):
             self.end(rid)
         self._unclaimed.clear()
+        self._ended.clear()
 
     def _end(self, op: Prefetch, how: str) -> None:
+        if op.lookup is not None:
+            op.lookup.cancelled = True
         if op.read is not None:
             self._keep_arrived(op, op.read)
         self._finish(op, how)
 
     def _keep_arrived(self, op: Prefetch, read: ReadTicket) -> None:
-        """Hand the verified pages to the tree; the others are free once the worker has let go of them."""
-        tiers, arrived = self._tiers, read.count
+        """Hand the verified pages to the tree; the others are free once the worker has let go of them.
+
+        What was read before the store was cleared was flushed: it is not brought back.
+        """
+        tiers = self._tiers
+        flushed = tiers.storage is None or tiers.storage.generation != op.generation
+        arrived = 0 if flushed else read.count
         read.cancelled = True
         tiers.staged_host_pages -= arrived
         tiers.counters.moved_bytes[STORAGE_HOST] += arrived * tiers.device_pool.layout.page_stride
@@ -216,7 +268,6 @@ class Prefetcher:
     def _drained(self, read: ReadTicket, pages: PageIndices) -> bool:
         if not read.done:
             return False
-        self._tally(read.error)
         self._tiers.staged_host_pages -= len(pages)
         self._tiers.free_host(pages)
         return True
@@ -224,17 +275,17 @@ class Prefetcher:
     def _finish(self, op: Prefetch, how: str) -> None:
         op.ended = True
         self._active.pop(op.rid, None)
+        if not op.second:
+            known = op.first_page * self._tiers.tree.page_size
+            self._ended[op.rid] = _Ended(op.key, op.started, op.asked, known, op.last)
         if self._leaders.get(op.start) is op:
             del self._leaders[op.start]
         self._tiers.counters.prefetches[how] += 1
 
-    def _tally(self, error: Exception | None) -> None:
-        storage = self._tiers.storage
-        if storage is None:
-            return
-        if error is not None:
-            self._tiers.counters.failures["load"] += 1
-        storage.count(failed=error is not None)
+    @property
+    def moving(self) -> bool:
+        """Is anything under way that does not hang?"""
+        return any(not read.hangs for read, _ in self._draining) or any(_moves(op) for op in self._active.values())
 
     @property
     def in_flight(self) -> bool:

@@ -33,7 +33,11 @@ class TierUse:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """A snapshot. Edges are named upper_lower for copies down, lower_upper for copies up."""
+    """A snapshot. Edges are named upper_lower for copies down, lower_upper for copies up.
+
+    `failures` are named after what failed: "copy", or "load" or "store" and the reason ("store_disk_full").
+    `storage_pages` and `storage_bytes` are None while the store does not answer.
+    """
 
     hit_tokens: Mapping[str, int]
     computed_tokens: int
@@ -47,6 +51,9 @@ class CacheStats:
     host: TierUse | None
     storage_pages: int | None
     storage_bytes: int | None
+    storage_loads: str | None  # "on", "off" or "trying", None without a storage tier
+    storage_stores: str | None
+    forgotten_pages: int
 
 
 @dataclass
@@ -61,6 +68,7 @@ class Counters:
     reclaimed_mirrors: int = 0  # host copies given up while the device still has the page
     prefetches: Counter[str] = field(default_factory=Counter)  # by how they ended
     failures: Counter[str] = field(default_factory=Counter)  # copies and storage operations that failed, by kind
+    forgotten_pages: int = 0  # believed to be on storage when the store was cleared by others, or started clean
 
     def dropped(self, reason: DropReason, pages: int) -> None:
         if pages:

@@ -8,21 +8,30 @@ from dataclasses import dataclass, field
 from hicache.device_pool import DevicePool, TokenToKVPoolAllocator
 from hicache.hashing import StoreIdentity
 from hicache.host_pool.pool import HostPool
+from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.stats import Counters
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.transfer.storage_engine import StorageEngine
+from hicache.tree.node import Node
+from hicache.tree.plans import page_count
 from hicache.tree.radix_tree import RadixTree
 from hicache.types import PageIndices
 
 MAX_FAILURES = 3
-"""Failures in a row after which a tier is taken out of service."""
+"""Failed copies in a row after which the host tier is taken out of service."""
 
 
-@dataclass(kw_only=True)
-class LowerTier:
-    """A tier below the device: out of service after MAX_FAILURES failures in a row."""
+@dataclass
+class HostTier:
+    """The host pool, the streams between it and the device, and when copies are made.
 
+    Out of service for good after MAX_FAILURES failed copies in a row.
+    """
+
+    pool: HostPool
+    copies: CopyEngine
+    write: WritePolicy = field(default_factory=WritePolicy)
     failures_in_a_row: int = 0
 
     @property
@@ -34,20 +43,22 @@ class LowerTier:
 
 
 @dataclass
-class HostTier(LowerTier):
-    """The host pool, the streams between it and the device, and when copies are made."""
+class StorageTier:
+    """The storage engine, when host pages are written to it, and which.
 
-    pool: HostPool
-    copies: CopyEngine
-    write: WritePolicy = field(default_factory=WritePolicy)
-
-
-@dataclass
-class StorageTier(LowerTier):
-    """The storage engine and when host pages are written to it."""
+    `generation` is the store's as the tree knows it: what the tree believes to be stored was stored in it.
+    """
 
     engine: StorageEngine
     write: WritePolicy = field(default_factory=WritePolicy)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    generation: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generation = self.engine.generation
+
+    def admits(self, node: Node) -> bool:
+        return self.admission.admits(node.hits, node.priority)
 
 
 @dataclass
@@ -109,8 +120,32 @@ class Tiers:
         return self.host if self.host is not None and not self.host.degraded else None
 
     @property
-    def usable_storage(self) -> StorageTier | None:
-        return self.storage if self.storage is not None and not self.storage.degraded else None
+    def readable_storage(self) -> StorageTier | None:
+        """The storage tier, unless loads from it are stopped."""
+        return self.storage if self.storage is not None and self.storage.engine.takes_loads else None
+
+    @property
+    def writable_storage(self) -> StorageTier | None:
+        """The storage tier, unless stores to it are stopped."""
+        return self.storage if self.storage is not None and self.storage.engine.takes_stores else None
+
+    def watch_storage(self) -> None:
+        """Count what failed there, look after deadlines, and forget what went with a store that was cleared."""
+        storage = self.storage
+        if storage is None:
+            return
+        self.counters.failures += storage.engine.poll()
+        generation = storage.engine.generation
+        if storage.generation != generation:
+            storage.generation = generation
+            self.counters.forgotten_pages += self.forget_stored()
+
+    def forget_stored(self) -> int:
+        """Forget that storage has any page; stores in flight go on. Returns how many pages it was said to have."""
+        stored = [node for node in self.tree.nodes() if node.residency.on_storage]
+        for node in stored:
+            self.tree.drop_storage(node)
+        return sum(page_count(node) for node in stored)
 
 
 _MAX_SEEDS = 4096

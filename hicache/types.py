@@ -34,8 +34,9 @@ class DropReason(str, Enum):
     HOST_FULL = "host_full"
     WRITE_POLICY = "write_policy"  # write_through_selective: too few hits to be worth a copy
     STORAGE_FAILED = "storage_failed"
-    STORAGE_SHED = "storage_shed"  # the store queue was full
-    NOT_ADMITTED = "not_admitted"
+    STORAGE_REFUSED = "storage_refused"  # the backend did not store the page
+    STORAGE_SHED = "storage_shed"  # the store queue was full, or too slow
+    NOT_ADMITTED = "not_admitted"  # the admission policy says that it is not worth a place on storage
     CHAIN_CUT = "chain_cut"  # an ancestor is not storable, so this page would be unreachable
     TIER_DEGRADED = "tier_degraded"
     FLUSHED = "flushed"

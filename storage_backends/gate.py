@@ -67,20 +67,19 @@ class CallGate:
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
-        """Closed at the end, in any case. Yields False if there is nothing to close here."""
+        """Nobody else enters from now on; those inside are not waited for, see `alone`. Yields False if there is
+        nothing to close here."""
         if self.foreign:
             yield False
             return
         with self._writer:
-            try:
-                yield not self._closed
-            finally:
-                self._closed = True
+            first, self._closed = not self._closed, True
+            yield first
 
     def _check_process(self) -> None:
         if self.foreign:
-            raise StoreUnavailableError(f"{self._name} was opened before a fork: open it in this process")
+            raise StoreUnavailableError(f"{self._name} was opened before a fork: open it in this process", "forked")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreUnavailableError(f"{self._name} is closed")
+            raise StoreUnavailableError(f"{self._name} is closed", "closed")

@@ -28,6 +28,9 @@ always: nothing that was acknowledged.
 
 MAX_READERS = 512
 
+_LEAST_FREE = 1 << 20
+"""A file system with fewer bytes free is full."""
+
 _CORRUPT = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
@@ -91,6 +94,10 @@ def _reason(error: Exception) -> str:
     return next((word for code, word in _REASONS.items() if os.strerror(code) in str(error)), "unavailable")
 
 
+def _is_io_error(error: Exception) -> bool:
+    return os.strerror(errno.EIO) in str(error)
+
+
 class IndexEnvironment:
     """An open environment. No transaction outlives the `with` block that it was begun in."""
 
@@ -134,10 +141,15 @@ class IndexEnvironment:
     def writer(self, now_us: int) -> Iterator[IndexWriter]:
         """Commits at the end; an exception leaves the index as it was. Waits for writers of other processes."""
         self._check_size()
-        with self.env.begin(write=True) as txn:
-            index = IndexWriter(txn, self.databases, now_us)
-            yield index
-            index.save()
+        try:
+            with self.env.begin(write=True) as txn:
+                index = IndexWriter(txn, self.databases, now_us)
+                yield index
+                index.save()
+        except lmdb.Error as error:
+            if _is_io_error(error) and self._disk_is_full:  # LMDB says so of a short write
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
 
     def grow(self, map_bytes: int) -> None:
         """Enlarge the map. There must be no transaction of this process."""
@@ -181,12 +193,21 @@ class IndexEnvironment:
         """Bytes of the data file that LMDB has put to use, free pages included."""
         return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
 
+    @property
+    def _disk_is_full(self) -> bool:
+        found = os.fstatvfs(self._file)
+        return found.f_bavail * found.f_frsize < _LEAST_FREE
+
     def sync(self) -> None:
         self.env.sync(True)
 
     def close(self) -> None:
         self.env.close()
         os.close(self._file)
+
+    def abandon(self) -> None:
+        """Let go of the environment in a forked child: to close it there would end the parent's transactions."""
+        del self.env, self.databases
 
     def _begin_read(self, buffers: bool) -> lmdb.Transaction[bytes]:
         self._check_size()

@@ -25,6 +25,7 @@ from typing import Final, cast
 
 from lmdb import Transaction
 
+from hicache.errors import StoreCorruptError
 from hicache.hashing import DIGEST_BYTES, Field
 from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.lmdb_order import PROBATION, PROTECTED, EvictionOrder
@@ -37,9 +38,11 @@ from hicache.storage_backends.lmdb_schema import (
     SlabState,
     Space,
     read_label,
+    seal,
     slab_sizes,
     space_key,
     space_number,
+    unseal,
 )
 
 POLICIES: Final = ("lru", "slru", "fifo")
@@ -73,7 +76,8 @@ class IndexView:
         """The identity of each namespace."""
         found = {}
         for number in self.spaces():
-            raw = self.txn.get(_label_key(number), db=self.databases.meta)
+            key = _label_key(number)
+            raw = unseal(key, self.txn.get(key, b"", db=self.databases.meta))
             found[number] = cast("dict[str, Field]", read_label(raw, f"label of namespace {number}"))
         return found
 
@@ -98,7 +102,7 @@ class IndexView:
             return records
         for key in keys:
             record = self.record(key)
-            if record is None:
+            if record is None or record.space != number:
                 break
             records.append(record)
         return records
@@ -118,16 +122,26 @@ class IndexView:
         stamps = [entry.stamp for entry in self.order.heads(space)]
         return min(stamps, default=None)
 
-    def plan(self, runs: Sequence[PageRun], generation: int, most: int) -> tuple[list[NewPage], list[int]]:
+    def check_counts(self) -> None:
+        """Raises StoreCorruptError if there are not as many records as were counted: a database may have been lost."""
+        spaces = self.spaces().values()
+        counted = {"pages": sum(space.pages for space in spaces), "order": sum(space.leaves for space in spaces)}
+        for name, count in counted.items():
+            found = self.txn.stat(getattr(self.databases, name))["entries"]
+            if found != count:
+                raise StoreCorruptError(f"the index has {found} records of {name} and counted {count}")
+
+    def plan(self, runs: Sequence[PageRun], space: Space, most: int) -> tuple[list[NewPage], list[int]]:
         """Pages to be written, at most `most`, and how many leading pages of each run are stored then.
 
-        Nothing of a run that was made for another generation, or whose parent is not stored.
+        Nothing of a run that `space`, their namespace, does not accept, or whose parent is not stored.
         """
         planned: dict[bytes, NewPage] = {}
         counts = []
         for run in runs:
-            late = run.generation is not None and run.generation != generation
-            if late or (run.parent is not None and run.parent not in planned and not self.has(run.parent)):
+            if not space.accepts(run.generation) or (
+                run.parent is not None and run.parent not in planned and not self.has(run.parent)
+            ):
                 counts.append(0)
                 continue
             start = bisect_left(run.keys, True, key=lambda key: key not in planned and not self.has(key))
@@ -177,7 +191,8 @@ class IndexWriter(IndexView):
 
     def name_space(self, number: int, label: Mapping[str, Field]) -> None:
         """Begin a namespace for an identity."""
-        self.txn.put(_label_key(number), json.dumps(label).encode(), db=self.databases.meta)
+        key = _label_key(number)
+        self.txn.put(key, seal(key, json.dumps(label).encode()), db=self.databases.meta)
         self.space(number)
 
     def forget_space(self, number: int) -> None:

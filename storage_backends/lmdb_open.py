@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
@@ -99,7 +100,16 @@ class StoreFolder:
                 walk_index(self.path)
 
     def set_aside(self, reason: str) -> None:
-        """Make room for a new store. To be called alone; the new folder is ours alone, too."""
+        """Make room for a new store. To be called alone; the new folder is ours alone, too.
+
+        Raises StoreUnavailableError if that cannot be done.
+        """
+        if stranger := self._stranger():
+            raise StoreUnavailableError(
+                f"the store in {self.path} cannot be used ({reason}), and its folder holds other files "
+                f"({stranger}, ...): move them or the store away",
+                "corrupt",
+            )
         set_aside(self.path, reason)
         self._renew()
         if not self.try_alone():
@@ -111,18 +121,23 @@ class StoreFolder:
         (self.path / SESSION_FILE).write_text(json.dumps(session))
 
     def end_session(self) -> None:
-        """Everything has been made durable, and nobody else has the store open."""
-        (self.path / SESSION_FILE).write_text(json.dumps({"clean": True}))
+        """Everything has been made durable. Notes that, unless others have the store open or the folder is gone."""
+        with suppress(OSError):  # the note of a session that is under way stays: at worst the store is set aside
+            if not self.replaced:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (self.path / SESSION_FILE).write_text(json.dumps({"clean": True}))
 
     def release(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing alone would leave it to children forked meanwhile
         os.close(self._lock)
 
     def _check_empty(self) -> None:
-        """A damaged store is set aside with its folder, which must not take anything else along."""
-        strangers = sorted(name for name in os.listdir(self.path) if not _is_own(name))
-        if strangers:
-            raise ConfigError(f"storage path {self.path} holds other files ({strangers[0]}, ...): give an empty folder")
+        if stranger := self._stranger():
+            raise ConfigError(f"storage path {self.path} holds other files ({stranger}, ...): give an empty folder")
+
+    def _stranger(self) -> str | None:
+        """A file that is not of a store: a damaged store is set aside with its folder, which must not take it along."""
+        return min((name for name in os.listdir(self.path) if not _is_own(name)), default=None)
 
     def _check_session(self) -> None:
         """Without syncs, an index that the power was taken from is not to be believed."""

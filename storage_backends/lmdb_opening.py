@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast, get_args
 
 import lmdb
 
@@ -38,12 +39,16 @@ _stores: dict[tuple[int, tuple[int, int]], Store] = {}
 _lock = threading.Lock()
 
 
-def _renew_lock() -> None:
+def _forget_the_parents_stores() -> None:
+    """A forked child cannot use them. It may open their folders itself, but not while LMDB has them on its list."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.Lock()  # another thread of the parent may have held it
+    for store in _stores.values():
+        store.abandon()
+    _stores.clear()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # another thread of the parent may have held it
+os.register_at_fork(after_in_child=_forget_the_parents_stores)
 
 
 def open_store(
@@ -56,7 +61,19 @@ def open_store(
     store that cannot be trusted is set aside as PATH.aside-N and a new one begun.
     """
     plan.split()  # refuse a budget before anything is created
-    return _opened(path, lambda folder: _open_files(folder, plan, durability, clock))
+    store = _opened(path, lambda folder: _open_files(folder, plan, durability, clock))
+    try:
+        check_values(store.folder.path, store.values_mode, plan.values)
+        budget_bytes = store.view(lambda view: view.state()).budget_bytes
+    except BaseException:
+        close_store(store)
+        raise
+    if budget_bytes != plan.budget_bytes:
+        log.warning(
+            "%s has a budget of %d bytes, set by whoever opened it first; %d are ignored",
+            store.name, budget_bytes, plan.budget_bytes,
+        )  # fmt: skip
+    return store
 
 
 def open_existing(path: Path) -> Store:
@@ -166,18 +183,14 @@ def _join(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: 
             check_label(env.env, folder.path, plan.values)
             env.join_databases()
             store = Store(folder, env, plan, durability, clock)
-            state = store.view(lambda view: view.state())
+            if durability == "none":
+                folder.begin_session(durability)  # what is not synced is shared, too
         except StoreCorruptError as error:
             env.close()
             raise StoreUnavailableError(f"{error}; end the processes that have it open", "corrupt") from error
         except BaseException:
             env.close()
             raise
-    if state.budget_bytes != plan.budget_bytes:
-        log.warning(
-            "store %s has a budget of %d bytes, set by the process that opened it first; %d are ignored",
-            folder.path, state.budget_bytes, plan.budget_bytes,
-        )  # fmt: skip
     return store
 
 
@@ -236,10 +249,17 @@ def check_label(env: lmdb.Environment, path: Path, values: ValuesMode | None) ->
     found = read_label(raw, "label") if raw is not None or old is None else {"format": 1}
     if found.get("format") != STORE_FORMAT:
         raise StoreCorruptError(f"its format is {found.get('format')!r}, this version reads {STORE_FORMAT}", "format")
-    mode: ValuesMode = "inline" if found.get("values") == "inline" else "slab"
+    mode = found.get("values")
+    if mode not in get_args(ValuesMode):
+        raise StoreCorruptError(f"its label says that it keeps its values in the mode {mode!r}")
+    check_values(path, cast(ValuesMode, mode), values)
+    return cast(ValuesMode, mode)
+
+
+def check_values(path: Path, mode: ValuesMode, values: ValuesMode | None) -> None:
+    """Raises StoreIdentityError unless a store that keeps its values so may be opened for `values`."""
     if values not in (None, mode):
         raise StoreIdentityError(
             f"the store in {path} was made with values: {mode}, not {values}: "
             "use that, choose another path, or remove the store"
         )
-    return mode

@@ -46,6 +46,17 @@ class EvictionOrder:
         """The oldest entry of a segment."""
         return next(self._from(space, segment, 0), None)
 
+    def last(self, space: int, segment: int) -> Entry | None:
+        """The newest entry of a segment."""
+        cursor = self._txn.cursor(self._database)
+        found = cursor.prev() if cursor.set_range(_KEY.pack(space, segment + 1, 0)) else cursor.last()
+        if not found:
+            return None
+        here_space, here_segment, stamp = _KEY.unpack(cursor.key())
+        if (here_space, here_segment) != (space, segment):
+            return None
+        return Entry(space, segment, stamp, cursor.value())
+
     def heads(self, space: int) -> list[Entry]:
         """The oldest entry of each segment that has any."""
         entries = (self.first(space, segment) for segment in (PROBATION, PROTECTED))

@@ -162,6 +162,10 @@ class Space:
     policy: int = 0
     clearing: bool = False
 
+    def accepts(self, generation: int | None) -> bool:
+        """May a run that was made for this generation be stored?"""
+        return not self.clearing and generation in (None, self.generation)
+
     @classmethod
     def load(cls, txn: Txn, databases: Databases, number: int) -> Space:
         key = _SPACE_ID.pack(number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
-from hicache.errors import StorageError
+from hicache.errors import StorageError, StoreCorruptError
 from hicache.hashing import Field
 from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.budget import MAX_CHUNK_PAGES, Budget, BudgetPlan, ValuesMode, inline_cost
@@ -71,7 +71,7 @@ class Store:
         self.values_mode: ValuesMode = plan.values
         self.durability = durability
         self.users = 0
-        self._ends_session = True
+        self.found_alone: bool | None = None
         self._env = env
         self._plan = plan
         self._index = Transactions(folder, env, plan, clock)
@@ -79,15 +79,20 @@ class Store:
         self._values: PageValues = InlineValues() if plan.values == "inline" else SlabValues(folder.path)
 
     def serve_tool(self, alone: bool) -> None:
-        """Looking leaves no trace: damage that is met is not noted, and one that comes alone leaves the note of the
-        last session as it is."""
-        self._ends_session = not alone
+        """Looking leaves no trace: damage that is met is not noted, and a tool that has found the store open nowhere
+        else leaves the note of the last session as it is."""
+        self.found_alone = alone
         self._index.marks_damage = False
 
     @property
     def foreign(self) -> bool:
         """True in a process forked from the one that opened the store."""
         return self._index.gate.foreign
+
+    @property
+    def now_us(self) -> int:
+        """The time as stamps count it: microseconds since 1970."""
+        return self._index.now_us
 
     # ---- reading ------------------------------------------------------------------------------
 
@@ -118,6 +123,10 @@ class Store:
         return self._env
 
     @property
+    def values(self) -> PageValues:
+        return self._values
+
+    @property
     def used_bytes(self) -> int:
         """Bytes on disk, as the file system counts them."""
         return self._env.data_bytes + self._values.allocated_bytes
@@ -135,13 +144,19 @@ class Store:
         """Store runs of a namespace; returns how many leading pages of each are stored now. None of `kept` goes."""
         job = _Write(number, runs, encode, list(touched), kept)
         with self._index.writing():
+            if self._index.look(lambda view: view.space(number).clearing):
+                self._finish_clear(number)  # the process that began it may be gone
             while True:
-                limit = self._index.look(partial(self._prepare, job))
-                self._make_room(number, sum(map(self._cost, job.encoded.values())), job.keep)
+                self._index.look(partial(self._prepare, job))
+                room = self._make_room(number, sum(map(self._cost, job.encoded.values())), job.keep)
                 added, counts = self._index.commit(partial(self._insert, job=job))
-                unchanged = limit == self._index.look(lambda view: view.state().data_bytes)  # a map that grew took room
-                if (not added and unchanged) or counts == [len(run.keys) for run in runs]:
+                # Room may be gone by then, to another process or to a map that grew: it is made again.
+                if counts == [len(run.keys) for run in runs] or not job.encoded or not (added or room):
                     return counts
+
+    def change(self, action: Callable[[IndexWriter], T]) -> T:
+        """Commit what `action` does. It may be called more than once: what it did before has not happened then."""
+        return self._index.change(action)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that pages were used."""
@@ -219,6 +234,10 @@ class Store:
             if first:
                 self._finish()
 
+    def abandon(self) -> None:
+        """To be called in a forked child, which must not even close what it has inherited."""
+        self._env.abandon()
+
     def _finish(self) -> None:
         clean = True
         try:
@@ -231,11 +250,12 @@ class Store:
         with self._index.gate.alone():
             self._env.close()
             self._values.close()
-            if clean and self._ends_session and self.folder.try_alone():
+            if clean and not self.found_alone:
                 self.folder.end_session()
             self.folder.release()
 
     def _begin(self, index: IndexWriter, budget: Budget) -> None:
+        index.check_counts()
         state = index.current
         state.budget_bytes = self._plan.budget_bytes
         state.map_bytes, state.data_bytes, state.setbacks = self._env.map_bytes, budget.data_bytes, 0
@@ -246,31 +266,38 @@ class Store:
 
     # ---- within a writer ----------------------------------------------------------------------
 
-    def _prepare(self, job: _Write, view: IndexView) -> int:
-        """Encode the next pages to be written, before anybody has to wait for it; returns the room for all pages."""
+    def _prepare(self, job: _Write, view: IndexView) -> None:
+        """Encode the next pages to be written, before anybody has to wait for it."""
         space, state = view.space(job.number), view.state()
         if not job.encoded:
-            present = view.plan(job.runs, space.generation, 0)[1]
+            present = view.plan(job.runs, space, 0)[1]
             job.touched += [run.keys[count - 1] for run, count in zip(job.runs, present) if count]
-        most = Budget(state.map_bytes, state.data_bytes).chunk_pages(self._plan.page_cost)
-        pages = view.plan(job.runs, space.generation, most)[0]
-        job.encoded = {page.key: job.encoded.get(page.key) or job.encode(page) for page in pages}
-        return state.data_bytes
+        # Pages of one model may be larger than those that the store was begun for.
+        room = Budget(state.map_bytes, state.data_bytes).chunk_pages(self._plan.page_cost) * self._plan.page_cost
+        encoded: dict[bytes, Encoded] = {}
+        for page in view.plan(job.runs, space, MAX_CHUNK_PAGES)[0]:
+            form = job.encoded.get(page.key) or job.encode(page)
+            room -= self._cost(form)
+            if encoded and room < 0:
+                break
+            encoded[page.key] = form
+        job.encoded = encoded
 
-    def _make_room(self, number: int, cost: int, keep: Collection[bytes]) -> None:
-        """Evict in a transaction of its own: a slot is written to only when no entry refers to it any more."""
-        while True:
-            excess = self._index.look(partial(_excess, number=number, cost=cost))
-            if max(excess) <= 0 or not self._index.commit(
-                partial(self._evict, number=number, excess=excess, keep=keep)
-            ):
-                return
+    def _make_room(self, number: int, cost: int, keep: Collection[bytes]) -> bool:
+        """Evict in a transaction of its own: a slot is written to only when no entry refers to it any more.
+
+        False if there is not so much room, with all gone that may go.
+        """
+        while max(excess := self._index.look(partial(_excess, number=number, cost=cost))) > 0:
+            if not self._index.commit(partial(self._evict, number=number, excess=excess, keep=keep)):
+                return False
+        return True
 
     def _insert(self, index: IndexWriter, job: _Write) -> tuple[int, list[int]]:
         """How many pages were added, and how many leading pages of each run are stored now."""
         _touch(index, job.touched)
         space = index.space(job.number)
-        pages = self._fitting(index, space, index.plan(job.runs, space.generation, len(job.encoded))[0], job.encoded)
+        pages = self._fitting(index, space, index.plan(job.runs, space, len(job.encoded))[0], job.encoded)
         if pages:
             forms = [job.encoded[page.key] for page in pages]
             locations = self._values.store(index, forms)
@@ -279,7 +306,7 @@ class Store:
             index.insert(job.number, pages, forms, locations)
             # Room for the next batch of this size, so that it needs no transaction of its own to make some.
             self._evict(index, job.number, _excess(index, job.number, sum(map(self._cost, forms))), job.keep)
-        return len(pages), index.plan(job.runs, space.generation, 0)[1]
+        return len(pages), index.plan(job.runs, space, 0)[1]
 
     def _fitting(
         self, index: IndexWriter, space: Space, pages: Sequence[NewPage], encoded: Mapping[bytes, Encoded]
@@ -335,11 +362,15 @@ class Store:
 
     def _finish_clear(self, number: int) -> None:
         def step(index: IndexWriter) -> int:
+            space = index.space(number)
+            if not space.clearing:
+                return 0  # another process has finished it: what is there now was written since
             records = evict(index, Eviction(float("inf"), MAX_CHUNK_PAGES), [number])
             self._values.free(index, records)
-            space = index.space(number)
             space.evicted -= len(records)  # these were cleared
             space.clearing = space.pages > 0
+            if space.clearing and not records:
+                raise StoreCorruptError(f"{space.pages} pages of namespace {number} are missing in the eviction order")
             return space.pages
 
         while self._index.commit(step):

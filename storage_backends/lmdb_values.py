@@ -120,8 +120,14 @@ class SlabValues(PageValues):
 
     def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
         for slot_bytes, numbers in _by_slab([record.location for record in records]):
+            if slot_bytes not in self._slabs and not self.path_of(slot_bytes).exists():
+                continue  # opening it would create it
             slots = [slot_of(records[number].location) for number in numbers]
             self._slab(slot_bytes).read(slots, [places[number] for number in numbers])
+
+    def path_of(self, slot_bytes: int) -> Path:
+        """File of the slab with slots of that size."""
+        return self._folder / _file_name(slot_bytes)
 
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         slot_bytes = slab_of(record.location)

@@ -103,12 +103,13 @@ def _cache(backend: str, path: Path) -> tuple[HiCache, StorageEngine]:
     from hicache.hashing import StoreIdentity
     from hicache.storage_backends.registry import BackendSpec, create
     from hicache.tiers import StorageTier, Tiers
-    from hicache.transfer.storage_engine import StorageEngine
+    from hicache.transfer.storage_engine import EngineLimits, StorageEngine
     from hicache.tree.radix_tree import RadixTree
 
     identity = StoreIdentity(LAYOUT, model="bench")
     store = create(backend, BackendSpec(identity, STORE_PAGES * LAYOUT.page_stride, path))
-    engine = StorageEngine(store, LAYOUT.page_size, QUEUED_BATCHES * BATCH_PAGES * LAYOUT.page_stride)
+    limits = EngineLimits(QUEUED_BATCHES * BATCH_PAGES * LAYOUT.page_stride)
+    engine = StorageEngine(store, LAYOUT.page_size, limits)
     pool, allocator = DevicePool(LAYOUT, 1), TokenToKVPoolAllocator(1, LAYOUT.page_size)
     tiers = Tiers(identity, RadixTree(LAYOUT.page_size), pool, allocator, storage=StorageTier(engine))
     return HiCache(tiers), engine

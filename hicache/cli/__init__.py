@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from hicache import __version__
-from hicache.cli import bench_cmd, config_cmd, demo_cmd, replay_cmd
+from hicache.cli import bench_cmd, config_cmd, demo_cmd, replay_cmd, store_cmd
 from hicache.errors import BadInput, CapacityError, HiCacheError
 
 EXIT_FAILED = 1
@@ -37,6 +37,7 @@ app.command()(demo_cmd.demo)
 app.command()(replay_cmd.replay)
 app.add_typer(bench_cmd.app, name="bench")
 app.add_typer(config_cmd.app, name="config")
+app.add_typer(store_cmd.app, name="store")
 
 
 def _print_version(wanted: bool) -> None:

@@ -37,6 +37,7 @@ EvictionPolicy = Literal["lru", "lfu", "fifo", "filo", "mru", "slru", "priority"
 HostWritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 StorageWritePolicy = Literal["write_through", "write_back"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+AdmissionMode = Literal["all", "hits", "priority"]
 
 
 def _dividing(page_size: int) -> int:
@@ -121,9 +122,18 @@ class Prefetch(Section):
     min_pages: PositiveInt = 1
 
 
+class Admission(Section):
+    """Which pages are worth a place on storage."""
+
+    policy: AdmissionMode = "all"
+    min_hits: PositiveInt = 2
+    min_priority: int = 1
+
+
 class StorageTier(Section):
-    """`queue` bounds the bytes that wait to be written; what does not fit is shed. `options` are those of a backend
-    that does not ship with hicache."""
+    """`queue` bounds the bytes that wait to be written, `queue_time` their wait in seconds; the rest is shed. A call of
+    the backend that runs past its deadline, in seconds, stops further calls for a while. `options` are those of a
+    backend that does not ship with hicache."""
 
     tier: Literal["storage"]
     size: SizeField
@@ -140,6 +150,10 @@ class StorageTier(Section):
     write: StorageWritePolicy = "write_through"
     threads: PositiveInt = 2
     queue: SizeField = parse_size("256MiB")
+    queue_time: Duration = 10.0
+    load_deadline: Duration = 5.0
+    store_deadline: Duration = 30.0
+    admission: Admission = Admission()
     prefetch: Prefetch = Prefetch()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hicache.config.document import KeyPath, Problem
-from hicache.config.models import CacheConfig, HostTier, StorageTier, TierSection, tier_of
+from hicache.config.models import Admission, CacheConfig, HostTier, StorageTier, TierSection, tier_of
 from hicache.config.units import Size, format_bytes
 from hicache.errors import ConfigError
 from hicache.storage_backends.codecs import create_codec
@@ -93,6 +93,13 @@ def _without_effect(section: TierSection) -> Iterator[tuple[tuple[str, ...], str
         yield from _backend_options(section)
         if "deadline" in section.prefetch.model_fields_set and section.prefetch.policy == "best_effort":
             yield ("prefetch", "deadline"), "has no effect with policy: best_effort, which never waits"
+        yield from _admission_options(section.admission)
+
+
+def _admission_options(admission: Admission) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key, policy in (("min_hits", "hits"), ("min_priority", "priority")):
+        if key in admission.model_fields_set and admission.policy != policy:
+            yield ("admission", key), f"has no effect with policy: {admission.policy}, it is for {policy}"
 
 
 _LMDB_KEYS = {"values", "durability", "eviction", "ttl", "quota", "codec"}

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hicache.sim.result import ReplayResult
 
+_IMPAIRED = ("off", "trying")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNIT_STEP = 1024
 
@@ -30,6 +31,9 @@ def to_json(result: ReplayResult) -> dict[str, Any]:
         "checked_pages": result.checked_pages,
         "wrong_examples": list(result.wrong_examples),
         "moved_bytes": dict(result.moved_bytes),
+        "failures": dict(result.failures),
+        "storage_loads": result.storage_loads,
+        "storage_stores": result.storage_stores,
         "output_tokens": result.output_tokens,
         "recomputed_tokens": result.recomputed_tokens,
         "retractions": result.retractions,
@@ -43,6 +47,8 @@ def to_table(result: ReplayResult, verified: bool) -> RenderableType:
     parts: list[RenderableType] = [_tokens_table(result), _pages_table(result), _summary(result)]
     parts.append(_verdict(result) if verified else Text("hit pages were not checked (--verify checks them)", "dim"))
     parts += [Text(line, "red") for line in result.wrong_examples]
+    states = {"loads from storage": result.storage_loads, "stores to storage": result.storage_stores}
+    parts += [Text(f"{what}: {state} at the end", "yellow") for what, state in states.items() if state in _IMPAIRED]
     parts += [Text(line, "yellow") for line in result.skipped[:3]]
     return Group(*parts)
 
@@ -62,6 +68,8 @@ def _pages_table(result: ReplayResult) -> Table:
     _add_rows(table, "pages demoted", _edges(result.demoted_pages), _count)
     _add_rows(table, "pages dropped", result.dropped_pages, _count)
     _add_rows(table, "bytes moved", _edges(result.moved_bytes), format_bytes)
+    if result.failures:
+        _add_rows(table, "failures", result.failures, _count)
     return table
 
 

@@ -15,7 +15,9 @@ class ReplayResult:
     """Tokens, pages and bytes of a whole replay; `seconds` of wall clock from first request to drained.
 
     Hits and computed tokens are those of each request's last admission and sum to `prompt_tokens`; what a
-    retracted request had computed before is in `recomputed_tokens`.
+    retracted request had computed before is in `recomputed_tokens`. `failures` counts copies and storage
+    operations by kind and reason; `storage_loads` and `storage_stores` say whether storage was in service at
+    the end: "on", "off" or "trying", None without it.
     """
 
     requests: int
@@ -30,6 +32,9 @@ class ReplayResult:
     demoted_pages: Mapping[str, int]
     dropped_pages: Mapping[str, int]
     moved_bytes: Mapping[str, int]
+    failures: Mapping[str, int]
+    storage_loads: str | None
+    storage_stores: str | None
     checked_pages: int
     wrong_pages: int
     poisoned_pages: int

@@ -5,7 +5,7 @@ KV bytes are a function of namespace, token prefix and plane, so every wrong byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,17 +18,19 @@ from hicache.hashing import DIGEST_BYTES, StoreIdentity
 from hicache.host_pool.pool import POISON_BYTE, HostPool
 from hicache.kernels.dispatch import select_kernels
 from hicache.layout import KVLayout
+from hicache.lifecycle import DetachReport
+from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Admission, Request, RequestManager
 from hicache.sim.prefix_hash import PrefixHasher
 from hicache.sim.standin import StandIn
-from hicache.storage_backends.base import PageRun
+from hicache.storage_backends.base import PageRun, StorageBackend
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.stepped import SteppedStream, drain
 from hicache.tiers import HostTier, StorageTier, Tiers
 from hicache.transfer.copy_engine import CopyEngine
-from hicache.transfer.storage_engine import StorageEngine
+from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.node import Node
 from hicache.tree.radix_tree import RadixTree
 
@@ -44,14 +46,16 @@ class RigOptions:
     eviction: str = "lru"
     host_write: WritePolicy = field(default_factory=WritePolicy)
     storage_write: WritePolicy = field(default_factory=WritePolicy)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     prefetch: PrefetchPolicy = field(default_factory=lambda: PrefetchPolicy("timeout", 1.0))
 
 
 class FlakyBackend(MemoryBackend):
-    """A memory backend whose next load (lookup or read) or store fails when told to."""
+    """A memory backend whose next loads (lookups and reads) or stores fail: as many as it is told to."""
 
-    fail_next_load = False
-    fail_next_store = False
+    failing_loads = 0
+    failing_stores = 0
+    error: Exception = StorageError("injected failure")
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         self._trip_load()
@@ -62,15 +66,15 @@ class FlakyBackend(MemoryBackend):
         return super().read_into(keys, buffers)
 
     def write(self, runs: Sequence[PageRun]) -> list[int]:
-        if self.fail_next_store:
-            self.fail_next_store = False
-            raise StorageError("injected failure")
+        if self.failing_stores:
+            self.failing_stores -= 1
+            raise self.error
         return super().write(runs)
 
     def _trip_load(self) -> None:
-        if self.fail_next_load:
-            self.fail_next_load = False
-            raise StorageError("injected failure")
+        if self.failing_loads:
+            self.failing_loads -= 1
+            raise self.error
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ class Rig:
     """The cache under test with its hands and eyes: `step` and `settle` move copies, `check` looks at every byte."""
 
     def __init__(self, options: RigOptions = RigOptions()) -> None:
+        self.options = options
         self.layout = KVLayout(2, 1, 4, options.page_size)
         self.now = 0.0
+        self.hanging: list[Callable[[], None]] = []
         self.d2h, self.h2d = SteppedStream("d2h"), SteppedStream("h2d")
         self.compute = SteppedStream("compute")
         pool = DevicePool(self.layout, options.device_pages)
@@ -101,12 +107,30 @@ class Rig:
             self.tiers.host = HostTier(host, copies, options.host_write)
         if options.storage_pages:
             self.backend = FlakyBackend(self.tiers.identity, options.storage_pages * self.layout.page_stride)
-            self.engine = StorageEngine(self.backend, options.page_size, 8 * self.layout.page_stride, threads=0)
-            self.tiers.storage = StorageTier(self.engine, options.storage_write)
+            self.tiers.storage = self.storage_tier()
         self.cache = HiCache(self.tiers, prefetch=options.prefetch, clock=lambda: self.now)
         table = ReqToTokenPool(16, options.device_pages * options.page_size, options.page_size)
         self.requests = RequestManager(self.cache, table)
         self._standin = StandIn(self.layout, POISON_BYTE)
+
+    def storage_tier(self, backend: StorageBackend | None = None) -> StorageTier:
+        """A tier as the options have it, to be stepped, over another backend or the rig's own; `engine` is its own."""
+        backend = backend if backend is not None else self.backend
+        assert backend is not None
+        limits = EngineLimits(8 * self.layout.page_stride)
+        self.engine = StorageEngine(backend, self.layout.page_size, limits, threads=0, clock=lambda: self.now)
+        return StorageTier(self.engine, self.options.storage_write, self.options.admission)
+
+    def detach(self) -> DetachReport:
+        """Take the storage tier away as it is: what waits to be stored is stored, what hangs goes on hanging."""
+        report = self.cache.detach_storage(0.0)
+        self.backend = self.engine = None
+        return report
+
+    def attach(self) -> None:
+        """A new, empty storage tier."""
+        self.backend = FlakyBackend(self.tiers.identity, self.options.storage_pages * self.layout.page_stride)
+        self.cache.attach_storage(self.storage_tier())
 
     # ---- moving copies ----------------------------------------------------------------------
 
@@ -115,8 +139,21 @@ class Rig:
         moved = [stream.step() for stream in (self.compute, self.d2h, self.h2d)]
         return any(moved) or (self.engine is not None and self.engine.run_next())
 
+    def hang(self) -> bool:
+        """Begin the next storage call and leave it hanging until `release`; False if there is none."""
+        call = self.engine.begin_next() if self.engine is not None else None
+        if call is not None:
+            self.hanging.append(call)
+        return call is not None
+
+    def release(self) -> None:
+        """The storage calls that hang go on."""
+        while self.hanging:
+            self.hanging.pop(0)()
+
     def settle(self) -> None:
-        """Run and commit until nothing is in flight."""
+        """Run and commit until nothing is in flight; storage calls that hang go on."""
+        self.release()
         for _ in range(200):
             self.cache.end_step(None)
             while self.step():

@@ -3,84 +3,71 @@
 Workers take loads before stores, and at most one of them stores at a time, so that stores reach the
 backend in the order they were submitted: parents before children. Overload sheds stores, not loads.
 
-Tickets are written by a worker and read by the scheduler. A worker sets the results first and `done`
-last; whoever sees `done` sees the results.
+A backend call cannot be interrupted. One that runs for longer than its deadline stops further calls of its
+lane (loads or stores) until a trial works; its buffers stay its own until it returns.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import deque
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
 
-from hicache.hashing import page_digests
-from hicache.storage_backends.base import PageRun, StorageBackend
-
-BATCH_PAGES = 64
-"""Pages of one backend read: a cancelled load ends within one batch."""
+from hicache.errors import StorageError, StoreUnavailableError
+from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage
+from hicache.transfer.breaker import BreakerState
+from hicache.transfer.storage_lane import Call, Lane, LaneLimits
+from hicache.transfer.storage_tickets import ClearTicket, LookupTicket, ReadTicket, Ticket, WriteTicket
 
 MAX_QUEUED_LOADS = 1024
 
+CLOSE_SECONDS = 60.0
 
-@dataclass(eq=False)
-class Ticket:
-    """One request to the engine. `error` is set if the backend raised."""
-
-    done: bool = False
-    error: Exception | None = None
+log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class LookupTicket(Ticket):
-    """Which leading pages of `tokens` (int32 bytes, after the page named `parent`) are stored."""
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds in bytes and seconds: of the store queue, and of one backend call.
 
-    parent: bytes = b""
-    tokens: bytes = b""
-    keys: list[bytes] = field(default_factory=list)
-    hits: int = 0
-
-
-@dataclass(eq=False)
-class ReadTicket(Ticket):
-    """Pages being read. The first `count` buffers are read and verified, and not written to any more.
-
-    Set `cancelled` to end the read early; buffers from `count` on belong to the worker until `done`.
+    A store that waited for longer than `queue_seconds` is shed, a load that waited for longer than
+    `load_deadline` has failed.
     """
 
-    keys: Sequence[bytes] = ()
-    buffers: Sequence[memoryview] = ()
-    count: int = 0
-    cancelled: bool = False
-
-
-@dataclass(eq=False)
-class WriteTicket(Ticket):
-    """Runs being stored; `counts[i]` leading pages of run i are stored once `done`."""
-
-    runs: Sequence[PageRun] = ()
-    nbytes: int = 0
-    counts: list[int] = field(default_factory=list)
-
-
-LoadTicketT = TypeVar("LoadTicketT", LookupTicket, ReadTicket)
+    queue_bytes: int
+    queue_seconds: float = 10.0
+    load_deadline: float = 5.0
+    store_deadline: float = 30.0
 
 
 class StorageEngine:
     """Worker threads around one backend. With `threads=0` nothing runs until `run_next` is called."""
 
-    def __init__(self, backend: StorageBackend, page_size: int, queue_bytes: int, threads: int = 2) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        page_size: int,
+        limits: EngineLimits,
+        threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.backend = backend
         self.page_size = page_size
-        self.queue_bytes = queue_bytes
-        self._loads: deque[LookupTicket | ReadTicket] = deque()
-        self._stores: deque[WriteTicket] = deque()
-        self._queued_bytes = 0
-        self._storing = False
-        self._busy = 0
+        self.generation = 0
+        """Of the backend, as of the last call: moves when the store was cleared, by whomever."""
+        seconds = limits.load_deadline
+        self.limits = limits
+        self._loads = Lane("load", LaneLimits(seconds, seconds, "timeout", tickets=MAX_QUEUED_LOADS), clock)
+        stores = LaneLimits(limits.store_deadline, limits.queue_seconds, "shed", nbytes=limits.queue_bytes, parallel=1)
+        self._stores = Lane("store", stores, clock)
         self._closed = False
+        self._abandoned = False
         self._changed = threading.Condition()
+        self._ask_generation()
         self._threads = [threading.Thread(target=self._work, name=f"storage-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -88,129 +75,192 @@ class StorageEngine:
     # ---- submitting (scheduler thread) ------------------------------------------------------
 
     def lookup(self, parent: bytes, tokens: bytes) -> LookupTicket | None:
-        """Ask which leading pages are stored; None if too many loads wait already."""
-        return self._submit_load(LookupTicket(parent=parent, tokens=tokens))
+        """Ask which leading pages are stored; None if too many loads wait already, or loads are stopped."""
+        ticket = LookupTicket(parent=parent, tokens=tokens, page_size=self.page_size)
+        return ticket if self._submit(self._loads, ticket) else None
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> ReadTicket | None:
-        """Read pages into host buffers; None if too many loads wait already."""
-        return self._submit_load(ReadTicket(keys=keys, buffers=buffers))
+        """Read pages into host buffers; None if too many loads wait already, or loads are stopped."""
+        ticket = ReadTicket(keys=keys, buffers=buffers)
+        return ticket if self._submit(self._loads, ticket) else None
 
     def write(self, runs: Sequence[PageRun], nbytes: int) -> WriteTicket | None:
-        """Store runs in one transaction; None (shed) if `queue_bytes` would be exceeded by a queue in use."""
-        with self._changed:
-            if self._closed or (self._queued_bytes and self._queued_bytes + nbytes > self.queue_bytes):
-                return None
-            ticket = WriteTicket(runs=runs, nbytes=nbytes)
-            self._queued_bytes += nbytes
-            self._stores.append(ticket)
-            self._changed.notify()
-        return ticket
+        """Store runs in one transaction; None (shed) if stores are stopped, or a queue in use would be too long."""
+        ticket = WriteTicket(runs=runs, nbytes=nbytes)
+        return ticket if self._submit(self._stores, ticket) else None
 
-    def _submit_load(self, ticket: LoadTicketT) -> LoadTicketT | None:
+    def clear(self) -> None:
+        """Remove all pages of this identity from the store, also while stores are stopped; blocks meanwhile.
+
+        Stores that wait were made for another generation by then: they store nothing. Raises what the backend
+        raises, or StoreUnavailableError after `store_deadline` seconds: then nothing was removed, unless the
+        message says that it is still under way.
+        """
+        ticket = ClearTicket()
         with self._changed:
-            if self._closed or len(self._loads) >= MAX_QUEUED_LOADS:
-                return None
-            self._loads.append(ticket)
-            self._changed.notify()
-        return ticket
+            if self._closed:
+                raise StoreUnavailableError("the storage engine is closed", "closed")
+            self._stores.put_first(ticket)
+            self._changed.notify_all()
+        if not self._wait(lambda: ticket.done, self.limits.store_deadline):
+            with self._changed:
+                withdrawn = self._stores.withdraw(ticket)
+            if withdrawn or not ticket.done:
+                state = "not begun" if withdrawn else "still under way"
+                raise StoreUnavailableError(
+                    f"clearing the store is {state} after {self.limits.store_deadline:g} s", "timeout"
+                )
+        if ticket.error is not None:
+            raise ticket.error
+
+    def _submit(self, lane: Lane, ticket: Ticket) -> bool:
+        with self._changed:
+            lane.watch()
+            taken = not self._closed and lane.put(ticket)
+            if taken:
+                self._changed.notify_all()
+        return taken
+
+    def poll(self) -> Counter[str]:
+        """Look after deadlines; returns what failed since the last poll, by kind and reason ("store_disk_full")."""
+        failures: Counter[str] = Counter()
+        with self._changed:
+            for lane in (self._loads, self._stores):
+                lane.watch()
+                failures += lane.failures
+                lane.failures.clear()
+        return failures
+
+    # ---- state ------------------------------------------------------------------------------
+
+    @property
+    def takes_loads(self) -> bool:
+        """False while loads are stopped."""
+        return self._loads.breaker.ready
+
+    @property
+    def takes_stores(self) -> bool:
+        """False while stores are stopped."""
+        return self._stores.breaker.ready
+
+    @property
+    def states(self) -> tuple[BreakerState, BreakerState]:
+        """Of loads and of stores."""
+        return self._loads.breaker.state, self._stores.breaker.state
+
+    def usage(self) -> StorageUsage | None:
+        """What the backend holds, waiting for a write at most; None while it does not answer, or closed."""
+        if self._closed or self._loads.breaker.state is BreakerState.OFF or self._hung:
+            return None
+        try:
+            return self.backend.usage()
+        except StorageError:
+            return None
+
+    @property
+    def _hung(self) -> bool:
+        with self._changed:
+            return self._loads.overdue or self._stores.overdue
 
     @property
     def queued_bytes(self) -> int:
         """Bytes submitted to be stored and not yet acknowledged."""
-        return self._queued_bytes
+        return self._stores.nbytes
 
     @property
     def idle(self) -> bool:
         with self._changed:
-            return not (self._loads or self._stores or self._busy)
+            return self._loads.idle and self._stores.idle
 
     def wait_idle(self, timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not (self._loads or self._stores or self._busy), timeout)
+        return self._wait(lambda: self._loads.idle and self._stores.idle, timeout)
 
-    def close(self) -> None:
-        """Finish stores, drop loads, stop the workers and close the backend. Idempotent."""
+    def trip(self, error: Exception) -> None:
+        """Stop loads and stores because of `error`; they are tried again as after any failure."""
+        with self._changed:
+            self._loads.trip(error)
+            self._stores.trip(error)
+
+    def _wait(self, over: Callable[[], bool], timeout: float) -> bool:
+        while not self._threads and not over() and self.run_next():
+            pass
+        with self._changed:
+            return self._changed.wait_for(over, timeout if self._threads else 0)
+
+    # ---- closing ----------------------------------------------------------------------------
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+        """Finish stores, drop loads, stop the workers and close the backend. Idempotent.
+
+        False if a backend call has not returned after `timeout` seconds: what waits is dropped, the buffers of
+        that call stay its own, and its worker closes the backend should it ever return.
+        """
+        end = time.monotonic() + timeout
         with self._changed:
             self._closed = True
-            for load in self._loads:
-                load.done = True
-            self._loads.clear()
+            self._loads.close()
+            self._changed.notify_all()
+        self._wait(lambda: self._stores.idle, timeout)
+        with self._changed:
+            self._stores.close(StoreUnavailableError("the storage engine is closed", "closed"))
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
-        while self.run_next():
-            pass
+            thread.join(max(end - time.monotonic(), 0))
+        with self._changed:
+            self._abandoned = not (self._loads.idle and self._stores.idle)
+        if self._abandoned:
+            log.warning(
+                "a storage call has not returned after %g s: it is left alone, with its memory; check the disk", timeout
+            )
+            return False
         self.backend.close()
+        return True
 
     # ---- working ----------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._loads or (self._stores and not self._storing))
-                if self._closed and not (self._stores and not self._storing):
+                self._changed.wait_for(lambda: self._closed or self._loads.waiting or self._stores.waiting)
+                if self._closed and not self._stores.waiting:
                     return
             self.run_next()
 
     def run_next(self) -> bool:
-        """Run the next piece of work on this thread; False if there is none."""
-        work = self._take()
-        if work is None:
-            return False
-        try:
-            work()
-        finally:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-        return True
+        """Make the next backend call on this thread; False if there is none to make."""
+        call = self.begin_next()
+        if call is not None:
+            call()
+        return call is not None
 
-    def _take(self) -> Callable[[], None] | None:
+    def begin_next(self) -> Callable[[], None] | None:
+        """The next backend call, begun as the engine sees it, to be made by the caller; None if there is none."""
         with self._changed:
-            if self._loads:
-                load = self._loads.popleft()
-                self._busy += 1
-                return lambda: self._load(load)
-            if self._stores and not self._storing:
-                store = self._stores.popleft()
-                self._storing = True
-                self._busy += 1
-                return lambda: self._store(store)
+            self._changed.notify_all()
+            for lane in (self._loads, self._stores):
+                lane.watch()
+                call = lane.next()
+                if call is not None:
+                    return partial(self._make, lane, call)
         return None
 
-    def _load(self, ticket: LookupTicket | ReadTicket) -> None:
+    def _make(self, lane: Lane, call: Call) -> None:
+        error: Exception | None = None
+        finished = True
         try:
-            finished = self._lookup(ticket) if isinstance(ticket, LookupTicket) else self._read_batch(ticket)
-        except Exception as error:  # whatever a backend raises is a miss
-            ticket.error = error
-            finished = True
-        if not finished:
-            with self._changed:
-                self._loads.append(ticket)  # round robin: one long load does not hold up the others
-                self._changed.notify()
-            return
-        ticket.done = True
-
-    def _lookup(self, ticket: LookupTicket) -> bool:
-        ticket.keys = page_digests(ticket.parent, ticket.tokens, self.page_size)
-        ticket.hits = self.backend.contains_prefix(ticket.keys)
-        return True
-
-    def _read_batch(self, ticket: ReadTicket) -> bool:
-        at = ticket.count
-        keys = ticket.keys[at : at + BATCH_PAGES]
-        if ticket.cancelled or not keys:
-            return True
-        ticket.count += self.backend.read_into(keys, ticket.buffers[at : at + BATCH_PAGES])
-        return ticket.count < at + len(keys) or ticket.count == len(ticket.keys)
-
-    def _store(self, ticket: WriteTicket) -> None:
-        try:
-            ticket.counts = self.backend.write(ticket.runs)
-        except Exception as error:  # a failed write stores nothing the caller may count on
-            ticket.error = error
-            ticket.counts = [0] * len(ticket.runs)
+            finished = call.ticket.call(self.backend)
+        except Exception as raised:  # whatever a backend raises is a miss, or nothing stored
+            error = raised
+        self._ask_generation()
         with self._changed:
-            self._storing = False
-            self._queued_bytes -= ticket.nbytes
-        ticket.done = True
+            lane.ended(call, error, finished)
+            last = self._abandoned and self._loads.idle and self._stores.idle
+            self._changed.notify_all()
+        if last:
+            self.backend.close()
+
+    def _ask_generation(self) -> None:
+        try:
+            self.generation = self.backend.generation()
+        except Exception:
+            log.debug("the store does not say its generation", exc_info=True)

@@ -14,6 +14,7 @@ from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.budget import ValuesMode
 from hicache.storage_backends.lmdb_backend import Eviction, LmdbBackend
 from hicache.storage_backends.memory import MemoryBackend
+from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.storage_backends.wrappers import FaultyBackend, SlowBackend
 from hicache.testing.storage import IDENTITY, OpenBackend, StorageConformance
 
@@ -109,3 +110,21 @@ class TestSlow(MemoryConformance):
     def damage(self, backend: StorageBackend, key: bytes) -> None:
         assert isinstance(backend, SlowBackend)
         super().damage(backend.inner, key)
+
+
+class TestRecovering(MemoryConformance):
+    @pytest.fixture
+    def backend_factory(self) -> OpenBackend:
+        def factory() -> StorageBackend:
+            store = RecoveringBackend(self.make)
+            store.open()
+            return store
+
+        return factory
+
+    def make(self) -> StorageBackend:
+        self.inner = MemoryBackend(self.identity, MEMORY_BUDGET)
+        return self.inner
+
+    def damage(self, backend: StorageBackend, key: bytes) -> None:
+        super().damage(self.inner, key)

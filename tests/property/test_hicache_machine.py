@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from hicache.errors import TransferError
+from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.eviction import EVICTION_POLICIES
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
@@ -22,6 +23,7 @@ from hicache.requests import Admission, Request
 from hicache.streams.base import Event
 from hicache.testing.rig import Rig, RigOptions
 from hicache.testing.stepped import drain
+from hicache.transfer.breaker import BreakerState
 from hicache.types import Tier
 
 STEMS = ([1] * 13, [1] * 6 + [2] * 7, [3] * 13, [3] * 4 + [1] * 5, [4] * 11)
@@ -54,6 +56,7 @@ class HiCacheMachine(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.serial = 0
         self.failures = 0
+        self.seen: set[str] = set()
 
     def pick(self, index: int, admitted: bool) -> Job | None:
         jobs = [job for job in self.jobs if job.req.admitted == admitted]
@@ -219,7 +222,7 @@ class HiCacheMachine(RuleBasedStateMachine):
             else:
                 {"compute": self.rig.compute, "d2h": self.rig.d2h, "h2d": self.rig.h2d}[which].step()
 
-    @rule(seconds=st.sampled_from([0.3, 1.1]))
+    @rule(seconds=st.sampled_from([0.3, 1.1, 6.0, 70.0]))
     def wait(self, seconds: float) -> None:
         self.rig.now += seconds
 
@@ -231,10 +234,45 @@ class HiCacheMachine(RuleBasedStateMachine):
         backend = self.rig.backend
         if which in ("load", "store"):
             if backend is not None:
-                backend.fail_next_load |= which == "load"
-                backend.fail_next_store |= which == "store"
+                backend.failing_loads += which == "load"
+                backend.failing_stores += which == "store"
         else:
             (self.rig.d2h if which == "d2h" else self.rig.h2d).fail_next()
+
+    @rule(which=st.sampled_from(["load", "store"]), rarely=st.integers(0, 5))
+    def fail_many(self, which: str, rarely: int) -> None:
+        """Enough failures in a row to stop loads or stores, and to fail their first trial."""
+        backend = self.rig.backend
+        if backend is not None and rarely == 5:
+            backend.failing_loads += 4 * (which == "load")
+            backend.failing_stores += 4 * (which == "store")
+
+    @rule(rarely=st.integers(0, 3))
+    def hang(self, rarely: int) -> None:
+        if rarely == 3:
+            self.rig.hang()
+
+    @rule()
+    def release(self) -> None:
+        self.rig.release()
+
+    @rule(rarely=st.integers(0, 5))
+    def clear_elsewhere(self, rarely: int) -> None:
+        """Another process flushes the store that it shares with this one."""
+        if rarely == 5 and self.rig.backend is not None:
+            self.rig.backend.clear()
+
+    @rule(rarely=st.integers(0, 5))
+    def detach_or_attach(self, rarely: int) -> None:
+        if self.options.storage_pages == 0 or rarely < 5:
+            return
+        if self.rig.tiers.storage is None:
+            self.rig.attach()
+            return
+        hanging = bool(self.rig.hanging)
+        report = self.rig.detach()
+        assert report.closed or hanging
+        assert not any(node.residency.on_storage for node in self.rig.tiers.tree.nodes())
 
     @rule(seed=st.integers(0, 1 << 16))
     def burst(self, seed: int) -> None:
@@ -254,8 +292,13 @@ class HiCacheMachine(RuleBasedStateMachine):
                 (8, lambda: self.step(rng.random() < 0.7, rng.random() < 0.7)),
                 (10, lambda: self.run(rng.choice(STREAMS), rng.randint(1, 12))),
                 (1, lambda: self.settle()),
-                (1, lambda: self.wait(0.4)),
+                (1, lambda: self.wait(rng.choice([0.4, 0.4, 0.4, 6.0, 70.0]))),
                 (1, lambda: self.fail_next(rng.choice(["d2h", "h2d", "load", "store"]))),
+                (0.2, lambda: self.fail_many(rng.choice(["load", "store"]), 5)),
+                (1, lambda: self.hang(3)),
+                (0.5, lambda: self.release()),
+                (0.1, lambda: self.clear_elsewhere(5)),
+                (0.1, lambda: self.detach_or_attach(5)),
             )
             rng.choices([move for _, move in moves], [weight for weight, _ in moves])[0]()
             self.check()
@@ -267,9 +310,20 @@ class HiCacheMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         self.rig.check()
+        self.look_at_breakers()
         for job in self.jobs:
             if job.req.admitted and job.checked:  # its loads have arrived: all it may read is there
                 self.rig.check_pages(job.req, job.req.kv_committed_len)
+
+    def look_at_breakers(self) -> None:
+        if self.rig.tiers.storage is None:
+            return
+        for what, state in zip(("loads", "stores"), self.rig.tiers.storage.engine.states):
+            stopped = f"{what} stopped" in self.seen
+            if state is BreakerState.OFF:
+                self.seen.add(f"{what} stopped")
+            elif stopped and state is BreakerState.ON:
+                self.seen.add(f"{what} work again")
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -287,6 +341,7 @@ class HiCacheMachine(RuleBasedStateMachine):
         assert stats.host.free + stats.host.evictable == stats.host.total
         for counts in (stats.demoted_pages, stats.hit_tokens, stats.prefetches, stats.failures, stats.dropped_pages):
             REACHED.update({name: int(count > 0) for name, count in counts.items()})
+        REACHED.update([*self.seen, *(["forgotten"] if stats.forgotten_pages else [])])
         self.cache.close(0.0)
 
 
@@ -296,7 +351,15 @@ REACHED: Counter[str] = Counter()
 MUST_REACH = (
     *("device_host", "host_storage", "device", "host", "storage"),  # demotions and hits
     *("complete", "cut_short", "cancelled", "miss"),  # prefetches
-    *("copy", "store", "load", "host_full", "storage_failed"),  # failures and drops
+    *("copy", "store_failed", "load_failed", "store_timeout", "load_timeout", "store_shed"),  # failures
+    *("host_full", "storage_failed", "not_admitted", "tier_degraded"),  # drops
+    *(
+        "forgotten",
+        "loads stopped",
+        "loads work again",
+        "stores stopped",
+        "stores work again",
+    ),  # stores cleared by others, breakers
 )
 
 
@@ -309,6 +372,7 @@ def configuration(seed: int) -> RigOptions:
         eviction=EVICTION_POLICIES[seed % len(EVICTION_POLICIES)],
         host_write=WritePolicy(pick(["write_through", "write_through_selective", "write_back"]), 1),
         storage_write=WritePolicy(pick(["write_through", "write_back"])),
+        admission=AdmissionPolicy(pick(["all", "all", "hits", "priority"])),
         prefetch=PrefetchPolicy(pick(["best_effort", "timeout", "wait_complete"]), 1.0),
     )
 

@@ -44,7 +44,7 @@ def test_a_killed_replay_goes_on_from_what_was_committed(tmp_path: Path) -> None
         assert result["wrong_pages"] == 0
         assert result["hit_tokens"]["storage"] > 0
         assert sum(result["hit_tokens"].values()) + result["computed_tokens"] == result["prompt_tokens"]
-    assert not list(tmp_path.glob("store.damaged*"))
+    assert not list(tmp_path.glob("store.aside-*"))
 
 
 def wait_for_pages(store: Path, running: subprocess.Popen[bytes]) -> None:

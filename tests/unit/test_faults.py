@@ -14,10 +14,10 @@ from hicache.hashing import DIGEST_BYTES, RequestNamespace, page_digests
 from hicache.layout import KVLayout
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
-from hicache.requests import Request
+from hicache.requests import Admission, Request
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.rig import Rig, RigOptions
-from hicache.transfer.storage_engine import StorageEngine
+from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.residency import ABSENT
 from hicache.types import DropReason, PrefixKey, Tier
 
@@ -154,7 +154,7 @@ def test_f03_host_pages_of_a_prefetch_cut_short_stay_taken_while_the_worker_read
     assert rig.engine is not None and rig.tiers.storage is not None and rig.backend is not None
     slow.__dict__.update({k: v for k, v in rig.backend.__dict__.items() if not k.startswith("fail")})
     rig.cache.flush([Tier.DEVICE, Tier.HOST])
-    rig.tiers.storage.engine = StorageEngine(slow, 2, 1 << 20, threads=1)
+    rig.tiers.storage.engine = StorageEngine(slow, 2, EngineLimits(1 << 20), threads=1)
     host = rig.tiers.host
     assert host is not None
     rig.cache.prefetch("p", key(1, 9))
@@ -355,7 +355,7 @@ def test_f08_a_thousand_prefetches_each_ended_another_way_leave_nothing_behind()
     assert rig.backend is not None and rig.engine is not None and rig.tiers.host is not None
     for index in range(1000):
         rid = f"p{index}"
-        rig.backend.fail_next_load = index % 5 == 3
+        rig.backend.failing_loads = int(index % 5 == 3)
         rig.cache.prefetch(rid, key(1 if index % 2 else 9, 13))
         for _ in range(index % 4):
             rig.engine.run_next()
@@ -367,7 +367,6 @@ def test_f08_a_thousand_prefetches_each_ended_another_way_leave_nothing_behind()
             assert rig.cache.prefetch_ready(rid)
         if index % 7 == 0:
             rig.settle()
-            rig.tiers.storage.failures_in_a_row = 0  # type: ignore[union-attr]
             rig.cache.flush([Tier.DEVICE, Tier.HOST])
     rig.now += 2.0
     rig.settle()
@@ -409,6 +408,23 @@ def test_f09_two_requests_for_one_prefix_read_it_once() -> None:
     rig.settle()
     assert rig.cache.prefetch_ready("a") and rig.cache.prefetch_ready("b")
     assert rig.cache.stats().moved_bytes["storage_host"] == 6 * rig.layout.page_stride
+
+
+def test_f09_a_prefix_that_falls_to_disk_while_its_request_waits_is_fetched_once_more() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8, storage_pages=64, prefetch=PrefetchPolicy("timeout", 10.0)))
+    rig.serve(tokens(1, 13))
+    rig.settle()
+    rig.cache.prefetch("waits", key(1, 13))
+    assert rig.cache.prefetch_ready("waits")  # all of it is there
+    for first in (2, 3):
+        rig.serve(tokens(first, 15), rid=f"r{first}")
+        rig.settle()
+    assert rig.cache.match_prefix(key(1, 13)).host_hit_len < 12
+    assert not rig.cache.prefetch_ready("waits")
+    rig.settle()
+    assert rig.cache.prefetch_ready("waits")
+    assert rig.admit(Request("waits", tokens(1, 13))).prefix_len == 12
+    assert not rig.cache._prefetcher._ended
 
 
 # ---- F11 namespaces -------------------------------------------------------------------------
@@ -459,16 +475,22 @@ def test_f14_a_bad_page_ends_the_hit_before_it_and_is_gone(damage: str) -> None:
     rig.check()
 
 
-def test_f14_an_error_of_the_backend_is_a_miss_and_later_ones_take_the_tier_out() -> None:
+def test_f14_an_error_of_the_backend_is_a_miss_and_later_ones_stop_loads_for_a_while() -> None:
     rig = stored(RigOptions())
-    assert rig.backend is not None and rig.tiers.storage is not None
+    assert rig.backend is not None
     for index in range(3):
-        rig.backend.fail_next_load = True
+        rig.backend.failing_loads = 1
         rig.cache.prefetch(f"p{index}", key(1, 13))
         rig.settle()
         assert rig.cache.prefetch_ready(f"p{index}")
-    assert rig.tiers.storage.degraded and rig.cache.stats().failures["load"] == 3
-    assert rig.serve(tokens(1, 13)).prefix_len == 0
+    stats = rig.cache.stats()
+    assert (stats.storage_loads, stats.storage_stores) == ("off", "on") and stats.failures["load_failed"] == 3
+    assert rig.serve(tokens(1, 13), rid="off").prefix_len == 0
+    rig.settle()
+    assert rig.cache.flush([Tier.DEVICE, Tier.HOST]).flushed
+    rig.now += 2.0
+    assert rig.serve(tokens(1, 13), rid="on").prefix_len == 12
+    assert rig.cache.stats().storage_loads == "on"
 
 
 def test_f14_a_backend_that_raises_what_it_should_not_does_not_kill_its_worker() -> None:
@@ -477,7 +499,7 @@ def test_f14_a_backend_that_raises_what_it_should_not_does_not_kill_its_worker()
             raise ZeroDivisionError
 
     layout = KVLayout(1, 1, 4, 2)
-    engine = StorageEngine(Rude(Rig().tiers.identity, 1 << 20), layout.page_size, 1 << 20, threads=1)
+    engine = StorageEngine(Rude(Rig().tiers.identity, 1 << 20), layout.page_size, EngineLimits(1 << 20), threads=1)
     for _ in range(2):
         ticket = engine.lookup(b"", np.arange(4, dtype=np.int32).tobytes())
         assert ticket is not None and engine.wait_idle(30)
@@ -499,7 +521,7 @@ def test_f15_cold_tails_written_back_under_a_hot_root_can_be_restored_as_whole_c
         rig.settle()
     backend = rig.backend
     assert backend is not None
-    with patch.object(rig.engine, "close"), patch.object(rig.cache, "drain", lambda _: rig.settle()):
+    with patch.object(rig.engine, "close"), patch.object(rig.cache._lifecycle, "wait", lambda *_: rig.settle()):
         rig.cache.close()
     assert not rig.tiers.counters.dropped_pages
     for tail in range(10):
@@ -516,7 +538,7 @@ def test_f15_a_page_below_one_that_cannot_be_stored_is_not_written() -> None:
     pages = rig.tiers.host.pool.allocator.alloc(2)
     assert pages is not None
     rig.tiers.tree.commit_fill(rig.tiers.tree.begin_fill(Tier.HOST, [tail], pages))
-    assert rig.cache._demotion.persist([tail], evict=False) == [(tail, DropReason.CHAIN_CUT)]
+    assert rig.cache._demotion.persister.persist([tail], evict=False) == [(tail, DropReason.CHAIN_CUT)]
     assert rig.engine.queued_bytes == 0 and head.residency[Tier.STORAGE] is ABSENT
 
 
@@ -525,7 +547,7 @@ def test_f15_a_chain_whose_head_the_backend_lost_is_written_again_from_its_head(
     rig.serve(tokens(1, 8))
     rig.settle()
     assert rig.backend is not None
-    rig.backend.clear()
+    rig.backend.delete(page_digests(rig.tiers.seed(b""), key(1, 2).data, 2))
     rig.serve(tokens(1, 16), rid="longer")
     rig.settle()  # the tail is refused: its head is gone
     assert rig.cache.stats().storage_pages == 0
@@ -681,14 +703,81 @@ def test_f29_kv_that_is_not_written_is_not_committed() -> None:
         rig.requests.admit(req)
 
 
+# ---- F30 back-pressure ----------------------------------------------------------------------
+
+
+def run_beside_storage(rig: Rig, req: Request) -> Admission:
+    """Run a whole request; storage does not move meanwhile."""
+    for _ in range(20):
+        admission = rig.requests.admit(req)
+        if admission is not None and rig.requests.extend(req, len(req.tokens)):
+            break
+        if admission is not None:
+            rig.requests.retract(req)
+        rig.cache.end_step(None)
+        rig.drain_streams()
+        rig.cache.poll()
+    assert admission is not None and req.admitted
+    rig.drain_streams()
+    rig.check_pages(req, admission.prefix_len)
+    rig.finish(req)
+    rig.drain_streams()
+    rig.cache.poll()
+    return admission
+
+
+def test_f30_fifty_waiting_requests_on_a_slow_disk_are_bounded_and_throughput_recovers() -> None:
+    policy = PrefetchPolicy("wait_complete", 1000.0)
+    rig = Rig(RigOptions(device_pages=24, host_pages=40, storage_pages=500, prefetch=policy))
+    for first in range(50):
+        rig.serve(tokens(first, 11), rid=f"s{first}")
+        rig.settle()
+    assert rig.cache.flush([Tier.DEVICE, Tier.HOST]).flushed
+    engine, host = rig.engine, rig.tiers.host
+    assert engine is not None and host is not None
+    for first in range(60, 64):
+        run_beside_storage(rig, Request(f"n{first}", tokens(first, 5)))
+    queued = engine.queued_bytes
+    assert queued == 8 * rig.layout.page_stride  # the queue is full
+    waiting = [Request(f"w{first}", tokens(first, 11)) for first in range(50)]
+    for req in waiting:
+        rig.cache.prefetch(req.rid, req.key())
+    served = 0
+    for _ in range(2000):  # one storage call at a time: the disk is slow
+        if not waiting:
+            break
+        engine.run_next()
+        rig.cache.poll()
+        assert rig.tiers.staged_host_pages <= host.pool.num_pages // 2
+        if len(waiting) > 5:
+            assert engine.queued_bytes == queued  # loads go before stores
+        ready = next((req for req in waiting if rig.cache.prefetch_ready(req.rid)), None)
+        if ready is not None:
+            waiting.remove(ready)
+            served += run_beside_storage(rig, ready).prefix_len == 10
+            rig.check()
+    assert served == 50 and rig.tiers.counters.hit_tokens["storage"] == 500
+    rig.settle()
+    rig.check()
+    assert engine.queued_bytes == 0 and engine.idle and rig.tiers.staged_host_pages == 0
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    calls = 0
+    rig.cache.prefetch("after", key(1, 11))
+    while not rig.cache.prefetch_ready("after"):
+        assert engine.run_next()
+        calls += 1
+        rig.cache.poll()
+    assert calls == 2  # a lookup and a read, as without a storm
+
+
 def test_a_failing_store_ends_as_a_counted_drop() -> None:
     rig = Rig(RigOptions(device_pages=6, host_pages=6, storage_pages=20, storage_write=WRITE_BACK))
     assert rig.backend is not None
     for index in range(6):
-        rig.backend.fail_next_store = True
+        rig.backend.failing_stores = 1
         rig.serve(tokens(index, 9), rid=f"r{index}")
         rig.settle()
-    assert rig.tiers.counters.failures["store"] >= 1
+    assert rig.tiers.counters.failures["store_failed"] >= 1
     assert sum(rig.tiers.counters.dropped_pages.values()) > 0
     rig.check()
 

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hicache import cli
+from hicache.bench import storage_codecs
+from hicache.bench.storage_long import run_long, set_size
 from hicache.bench.tree import Figure
+from hicache.errors import ConfigError
+from hicache.storage_backends.codecs import CODECS
+from hicache.storage_backends.lmdb_backend import LmdbBackend
 
 
 def measured(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -40,6 +49,55 @@ def test_copy(capsys: pytest.CaptureFixture[str]) -> None:
 def test_storage(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
     shown = measured(capsys, "storage", "--path", str(tmp_path))
     assert shown["media"].keys() == {"raw", "slab", "inline"}
+    assert shown["codecs"].keys() == set(CODECS)
+    assert shown["codecs"]["none"]["ratio"] == 1.0
+    assert 0.49 < shown["codecs"]["int8"]["ratio"] < 0.51
+    assert 0 < shown["codecs"]["int8"]["error"]["relative_rms"] < 0.1
+    assert "long" not in shown
+
+
+def test_storage_at_its_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = measured(capsys, "storage", "--long", "--path", str(tmp_path))["long"]
+    assert shown["evicted_pages"] > 3 * shown["set_bytes"] // shown["page_bytes"]
+    assert shown["allocated_bytes"] <= shown["budget_bytes"] == shown["set_bytes"]
+    assert shown["read_pages"] > 0.7 * shown["set_bytes"] // shown["page_bytes"]
+    assert (shown["wrong_pages"], shown["missing_pages"]) == (0, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_that_come_back_wrong_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_into = LmdbBackend.read_into
+
+    def wrong(self: LmdbBackend, keys: list[bytes], buffers: list[memoryview]) -> int:
+        count = read_into(self, keys, buffers)
+        buffers[0][3] ^= 1
+        return count
+
+    monkeypatch.setattr(LmdbBackend, "read_into", wrong)
+    shown = run_long(tmp_path, 32 << 20, turnovers=2, page_bytes=64 << 10)
+    assert shown["wrong_pages"] == shown["read_pages"] // 16
+
+
+def test_a_codec_without_its_package_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lz4.block", None)
+    measured = storage_codecs.run_codecs(tmp_path, 1 << 20, lambda what: None)
+    assert measured["lz4"].keys() == {"note"}
+    assert "pip install" in measured["lz4"]["note"]
+    assert measured["fp8"]["read"]["gb_per_s"] > 0
+
+
+def test_the_long_set_is_larger_than_memory_if_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 100 << 30
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert set_size(tmp_path, 16 << 30) == (18 << 30, "")
+    size, note = set_size(tmp_path, 64 << 30)
+    assert size == 48 << 30
+    assert "66.0 GiB were wanted" in note
+    free = 5 << 30
+    with pytest.raises(ConfigError, match="too little"):
+        set_size(tmp_path, 16 << 30)
 
 
 @pytest.mark.parametrize("backend", ["memory", "lmdb"])

@@ -56,6 +56,8 @@ def test_defaults() -> None:
     assert (made.host.pinned, made.host.eviction, made.host.selective_hits) == ("auto", "lru", 2)
     assert (made.storage.backend, made.storage.values, made.storage.durability) == ("lmdb", "slab", "batch")
     assert (made.storage.threads, made.queue_bytes()) == (2, 256 * 2**20)
+    assert (made.storage.queue_time, made.storage.load_deadline, made.storage.store_deadline) == (10.0, 5.0, 30.0)
+    assert made.storage.admission.model_dump() == {"policy": "all", "min_hits": 2, "min_priority": 1}
     assert made.storage.prefetch.model_dump(mode="json") == {
         "policy": "timeout",
         "deadline": "200ms",
@@ -229,6 +231,23 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
             "timeout",
             "best_effort\n      deadline: 1s",
             "t.yaml:19: tiers[2].prefetch.deadline: has no effect with pol",
+        ),
+        ("policy: timeout", "policy: timeout\n    queue_time: 10", "t.yaml:19: tiers[2].queue_time: 10: a duration"),
+        ("policy: timeout", "policy: timeout\n    load_deadline: 0s", "t.yaml:19: tiers[2].load_deadline: '0s': "),
+        (
+            "policy: timeout",
+            "policy: timeout\n    admission: {min_hits: 3}",
+            "t.yaml:19: tiers[2].admission.min_hits: has no effect with policy: all, it is for hits",
+        ),
+        (
+            "policy: timeout",
+            "policy: timeout\n    admission: {policy: hits, min_priority: 3}",
+            "t.yaml:19: tiers[2].admission.min_priority: has no effect with policy: hits, it is for priority",
+        ),
+        (
+            "policy: timeout",
+            "policy: timeout\n    admission: {policy: hit}",
+            "t.yaml:19: tiers[2].admission.policy: 'hit' is not one of 'all', 'hits' or 'priority', did you mean",
         ),
         ("  dtype: float16", "  tp_rank: 1", "t.yaml:6: model.tp_rank: 1 must be less than tp_size, which is 1"),
         ("  dtype: float16", "  tp_size: 3", "t.yaml:6: model.tp_size: 3 ranks cannot share 2 KV heads evenly"),

@@ -113,6 +113,9 @@ class Stats:
     demoted_pages: dict[str, int] = field(default_factory=lambda: {"device_host": 0, "host_storage": 0})
     dropped_pages: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    storage_loads: str | None = None
+    storage_stores: str | None = None
 
 
 class FakeCache:

@@ -22,6 +22,9 @@ RESULT = ReplayResult(
     demoted_pages={"device_host": 12, "host_storage": 3},
     dropped_pages={"host_full": 4},
     moved_bytes={"device_host": 3 * 2**20},
+    failures={"store_disk_full": 3},
+    storage_loads="on",
+    storage_stores="off",
     checked_pages=90,
     wrong_pages=0,
     poisoned_pages=0,
@@ -44,6 +47,8 @@ def test_json_has_the_documented_keys_and_plain_values() -> None:
     assert document["computed_tokens"] == 250
     assert document["demoted_pages"] == {"device_host": 12, "host_storage": 3}
     assert document["dropped_pages"] == {"host_full": 4}
+    assert document["failures"] == {"store_disk_full": 3}
+    assert (document["storage_loads"], document["storage_stores"]) == ("on", "off")
     assert document["wrong_pages"] == 0
     assert document["seconds"] == 2.0
 
@@ -54,9 +59,11 @@ def test_the_table_shows_tiers_edges_reasons_and_the_verdict() -> None:
         "hit on device", "50.0%", "hit on storage", "5.0%", "computed", "pages demoted: device to host", "12",
         "pages dropped: host_full", "bytes moved: device to host", "3.0 MiB", "20 requests in 2.0 s, 500 prompt",
         "2 retracted", "1 failed loads", "32 tokens recomputed", "1 skipped",
+        "failures: store_disk_full", "stores to storage: off",
         "wrong pages = 0 of 90 checked", "request 7 takes too many tokens",
     ):  # fmt: skip
         assert expected in text
+    assert "loads from storage" not in text
 
 
 def test_wrong_pages_are_shown_with_their_place() -> None:

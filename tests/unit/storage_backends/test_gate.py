@@ -45,3 +45,41 @@ def test_nobody_enters_a_closed_gate() -> None:
     for enter in (gate.reading, gate.writing):
         with pytest.raises(StoreUnavailableError, match="store is closed"), enter():
             raise AssertionError("inside")
+
+
+def test_who_is_alone_may_be_alone_again() -> None:
+    """The inner block does not let readers in while the outer one goes on."""
+    gate, read = CallGate("store"), threading.Event()
+
+    def reader() -> None:
+        with gate.reading():
+            read.set()
+
+    late = threading.Thread(target=reader)
+    with gate.alone():
+        with gate.alone():
+            late.start()
+        assert not read.wait(0.02)
+    late.join()
+    assert read.is_set()
+
+
+def test_readers_that_waited_for_a_closing_writer_stay_outside() -> None:
+    gate, waiting, outcomes = CallGate("store"), threading.Event(), []
+
+    def reader() -> None:
+        waiting.set()
+        try:
+            with gate.reading():
+                outcomes.append("inside")
+        except StoreUnavailableError as error:
+            outcomes.append(error.reason)
+
+    late = threading.Thread(target=reader)
+    with gate.closing():
+        with gate.alone():
+            late.start()
+            waiting.wait()
+            late.join(0.02)  # it should be in the queue by now
+        late.join()
+    assert outcomes == ["closed"]

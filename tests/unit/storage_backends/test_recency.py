@@ -7,7 +7,7 @@ def test_the_last_use_counts_and_is_taken_once() -> None:
     recent = RecentKeys()
     for key in (b"a", b"b", b"a", b"c"):
         recent.note([b"above", key], 2)
-    recent.note([b"d"], 0)
+    assert recent.note([b"d"], 0) == 4, "nothing was used"
     assert recent.take() == [b"b", b"a", b"c"]
     assert recent.take() == []
 

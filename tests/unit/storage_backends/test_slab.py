@@ -16,7 +16,7 @@ LAYOUT = IDENTITY.layout
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Iterator[SlabFile]:
-    slab = SlabFile(tmp_path / "slab", LAYOUT)
+    slab = SlabFile(tmp_path / "slab", LAYOUT.page_stride)
     yield slab
     slab.close()
 
@@ -59,8 +59,9 @@ def test_short_transfers_are_continued(slab: SlabFile, monkeypatch: pytest.Monke
 
 def test_a_disk_that_takes_nothing_is_full(slab: SlabFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
-    with pytest.raises(StoreUnavailableError, match="full"):
+    with pytest.raises(StoreUnavailableError, match="full") as raised:
         slab.write([0], filled_pages(LAYOUT, chain("a", 1)))
+    assert raised.value.reason == "disk_full"
 
 
 def test_without_direct_io_it_is_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_without_direct_io_it_is_buffered(tmp_path: Path, monkeypatch: pytest.Mo
         return really_open(path, flags, mode)
 
     monkeypatch.setattr(os, "open", no_direct)
-    slab = SlabFile(tmp_path / "buffered", LAYOUT)
+    slab = SlabFile(tmp_path / "buffered", LAYOUT.page_stride)
     pages = filled_pages(LAYOUT, chain("a", 3))
     slab.write(range(3), pages)
     assert read(slab, range(3)) == [page.tobytes() for page in pages]
@@ -87,3 +88,32 @@ def test_blocks_are_taken_and_given_back(slab: SlabFile) -> None:
     assert slab.slots == 64
     slab.resize(0)
     assert slab.allocated_bytes == 0
+
+
+def test_pages_smaller_than_their_slots(tmp_path: Path) -> None:
+    """A page of 4 KiB in slots of 12 KiB: what follows it in the slot is not another page's."""
+    slab = SlabFile(tmp_path / "wide", 3 * LAYOUT.page_stride)
+    pages = filled_pages(LAYOUT, chain("a", 5))
+    slab.write([4, 0, 1, 2, 9], pages)
+    assert read(slab, [4, 0, 1, 2, 9]) == [page.tobytes() for page in pages]
+    assert slab.slots == 10
+    slab.close()
+
+
+def test_what_lies_beyond_the_end_of_the_file_is_no_error(slab: SlabFile) -> None:
+    pages = filled_pages(LAYOUT, chain("a", 2))
+    slab.write(range(2), pages)
+    assert read(slab, range(4))[:2] == [page.tobytes() for page in pages]
+    assert read(slab, [7, 1])[1] == pages[1].tobytes()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EAGAIN])
+def test_other_errors_of_direct_io_are_not_hidden(slab: SlabFile, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Only EINVAL says that the memory is not aligned."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        slab.read([0], blank_pages(LAYOUT, 1))

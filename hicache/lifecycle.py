@@ -1,0 +1,186 @@
+"""What blocks: drain, flush, close, and a storage tier that comes or goes while requests run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache.demotion import Demotion
+from hicache.errors import ProtocolError
+from hicache.prefetch import Prefetcher
+from hicache.tiers import StorageTier, Tiers
+from hicache.tree.node import Node
+from hicache.tree.plans import page_count
+from hicache.tree.residency import ABSENT
+from hicache.types import DropReason, Tier
+
+_POLL_SECONDS = 0.0002
+_CLOSING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """Whether a flush happened. If not, nothing was changed and `reason` says why."""
+
+    flushed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class DetachReport:
+    """`shed_pages` were waiting to be stored and are not. `closed` is False if a call of the backend has not
+    returned: it keeps its host pages until it does, and closes the backend then."""
+
+    closed: bool
+    shed_pages: int
+
+
+class Lifecycle:
+    """`advance` sends staged copies down and commits completions; `loading` says whether loads to the device
+    are under way. `clock` gives seconds."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        demotion: Demotion,
+        prefetcher: Prefetcher,
+        advance: Callable[[], object],
+        loading: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.closed = False
+        self._tiers = tiers
+        self._demotion = demotion
+        self._prefetcher = prefetcher
+        self._advance = advance
+        self._loading = loading
+        self._clock = clock
+        self._abandoned = False  # a backend call that may never return has host buffers
+
+    @property
+    def in_flight(self) -> bool:
+        return self._loading() or self._demotion.in_flight or self._prefetcher.in_flight
+
+    def _moving(self) -> bool:
+        """In flight, and not hung."""
+        return self._loading() or self._demotion.moving or self._prefetcher.moving
+
+    def wait(self, pending: Callable[[], bool], until: float) -> bool:
+        """Commit what completes until nothing is pending; False if something still is when the clock says `until`."""
+        while True:
+            self._advance()
+            if not pending():
+                return True
+            if self._clock() >= until:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    def drain(self, timeout: float) -> bool:
+        return self.wait(lambda: self.in_flight, self._clock() + timeout)
+
+    # ---- flush ------------------------------------------------------------------------------
+
+    def flush(self, named: set[Tier], timeout: float) -> FlushReport:
+        tiers, storage = self._tiers, self._tiers.storage
+        if any(node.lock_ref for node in tiers.tree.nodes()):
+            return FlushReport(False, "requests hold locks on cached pages")
+        self._prefetcher.end_all()
+        if not self.drain(timeout):
+            return FlushReport(False, f"copies are still in flight after {timeout:g} s")
+        if Tier.STORAGE in named and storage is not None:
+            try:
+                storage.engine.clear()
+            except Exception as error:  # whatever a backend raises: nothing has been forgotten yet
+                return FlushReport(False, f"the store was not cleared: {error}")
+            storage.generation = storage.engine.generation
+            tiers.forget_stored()
+        for node in reversed(list(tiers.tree.nodes())):
+            self._flush_node(node, named)
+        return FlushReport(True)
+
+    def _flush_node(self, node: Node, named: set[Tier]) -> None:
+        tiers, tree = self._tiers, self._tiers.tree
+        lost = page_count(node)
+        keeps_host = Tier.HOST not in named and node.residency.on_host
+        if node.residency.on_device and Tier.DEVICE in named:
+            if not keeps_host:
+                for child in reversed(list(node.subtree())[1:]):  # host pages that nothing would lead to
+                    tiers.counters.dropped(DropReason.FLUSHED, page_count(child))
+                    tiers.free_host(tree.drop_host(child))
+            tiers.free_device(tree.drop_device(node))
+        if node.residency.on_host and (Tier.HOST in named) and (node.residency.on_device or not node.children):
+            tiers.free_host(tree.drop_host(node))
+        if not node.alive:
+            tiers.counters.dropped(DropReason.FLUSHED, lost)
+
+    # ---- a storage tier comes or goes -------------------------------------------------------
+
+    def attach(self, storage: StorageTier) -> None:
+        if self.closed:
+            raise ProtocolError("the cache is closed")
+        if self._tiers.storage is not None:
+            raise ProtocolError("there is a storage tier already: detach it first")
+        if self._tiers.host is None:
+            raise ProtocolError("a storage tier needs a host tier: copies pass it")
+        self._tiers.storage = storage
+
+    def detach(self, timeout: float) -> DetachReport:
+        storage, persister = self._tiers.storage, self._demotion.persister
+        if storage is None:
+            raise ProtocolError("there is no storage tier")
+        self._prefetcher.end_all()
+        waiting = [batch.ticket for batch in persister.batches]
+        closed = self._close_engine(storage, timeout)
+        self._advance()
+        persister.set_hung_aside(all_of_them=True)
+        self._tiers.storage = None
+        self._tiers.forget_stored()
+        return DetachReport(closed, sum(len(run.keys) for ticket in waiting if ticket.error for run in ticket.runs))
+
+    def _close_engine(self, storage: StorageTier, timeout: float) -> bool:
+        closed = storage.engine.close(timeout)
+        self._abandoned |= not closed
+        return closed
+
+    # ---- close ------------------------------------------------------------------------------
+
+    def close(self, timeout: float) -> None:
+        if self.closed:
+            return
+        until = self._clock() + timeout
+        tiers, host = self._tiers, self._tiers.host
+        self._prefetcher.end_all()
+        self.wait(self._moving, until)
+        if tiers.storage is not None:
+            self._persist_all(tiers.storage, until)
+        self.closed = True
+        if host is not None:
+            host.copies.close()
+        if tiers.storage is not None:
+            self._close_engine(tiers.storage, timeout)
+        if host is not None and not self._abandoned:
+            host.pool.close()
+
+    def _persist_all(self, storage: StorageTier, until: float) -> None:
+        """Store what is in memory only and worth it, parents first, in as many rounds as the host needs."""
+        left, before = self._unstored_pages(storage), -1
+        while left and left != before and self._tiers.usable_host is not None and storage.engine.takes_stores:
+            for node in self._unstored(storage):
+                if node.residency.on_device and node.residency[Tier.HOST] is ABSENT:
+                    self._demotion.stage_backup([node])
+            self.wait(self._moving, until)
+            for node in self._unstored(storage):
+                if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
+                    self._demotion.persister.persist([node], evict=False)
+                if storage.engine.queued_bytes > _CLOSING_BYTES:
+                    self.wait(self._moving, until)
+            self.wait(self._moving, until)
+            left, before = self._unstored_pages(storage), left
+
+    def _unstored(self, storage: StorageTier) -> list[Node]:
+        nodes = self._tiers.tree.nodes()
+        return [node for node in nodes if not node.residency.on_storage and storage.admits(node)]
+
+    def _unstored_pages(self, storage: StorageTier) -> int:
+        return sum(page_count(node) for node in self._unstored(storage))
