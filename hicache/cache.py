@@ -82,8 +82,11 @@ class HiCache:
     # ---- prefixes ---------------------------------------------------------------------------
 
     def match_prefix(self, key: PrefixKey) -> PrefixMatch:
-        """Longest cached prefix of `key`, in whole pages. Valid until the next call that may evict."""
-        match = self.tiers.tree.match(key)
+        """Longest cached prefix of `key`, in whole pages. Valid until the next call that may evict.
+
+        Looking is no use yet: `init_load_back` counts one.
+        """
+        match = self.tiers.tree.match(key, hit=False)
         if match.host_hit_len and self.tiers.usable_host is None:
             return match._replace(path=match.path[: match.device_nodes], host_hit_len=0)
         return match
@@ -116,6 +119,7 @@ class HiCache:
         if to_load:
             tickets.append(self._load(to_load, count))
         receipt = tree.lock(last)
+        tree.count_hit(last)
         tree.unlock(guard)
         pages = device_table(last)
         return LoadBack(len(pages) * self.page_size - match.device_len, from_storage, tickets, receipt, pages)

@@ -26,14 +26,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 log = logging.getLogger(__name__)
 
 ADVICE = {
-    "disk_full": "free space on its file system, or give the tier a smaller size",
-    "corrupt": "see the log for what was set aside; check the disk if it happens again",
+    "corrupt": "see the log for what was set aside, and check the disk if it happens again",
     "timeout": "check the disk: it does not answer in time",
-    "io_error": "check the disk and the kernel's log",
-    "read_only": "make the folder writable, or mount its file system for writing",
-    "reader_stuck": "find the process that reads the store and does not end, and end it",
-    "busy": "wait: another process looks the store over",
 }
+"""For what an error cannot say itself."""
 
 
 class BreakerState(str, Enum):
@@ -105,6 +101,6 @@ class Breaker:
         self.state, self._trial, self._culprit = BreakerState.OFF, False, kind
         self._retry_at = self._clock() + pause
         reason = failure_reason(error)
-        advice = ADVICE.get(reason, "see what the backend says")
+        advice = f"; {ADVICE[reason]}" if reason in ADVICE else ""
         what = f"{kind}, {reason}" if kind else reason
-        log.warning("%s are stopped (%s: %s); %s; next try in %g s", self._what, what, error, advice, pause)
+        log.warning("%s are stopped (%s: %s)%s; next try in %g s", self._what, what, error, advice, pause)

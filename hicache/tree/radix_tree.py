@@ -35,13 +35,16 @@ class RadixTree:
 
     # ---- lookup -----------------------------------------------------------------------------
 
-    def match(self, key: PrefixKey) -> PrefixMatch:
-        """Longest cached prefix of `key`, in whole pages. Splits the node in which the match ends."""
+    def match(self, key: PrefixKey, hit: bool = True) -> PrefixMatch:
+        """Longest cached prefix of `key`, in whole pages. Splits the node in which the match ends.
+
+        With `hit` it counts as a use of these pages; without, use `count_hit` when they are used.
+        """
         self._tick += 1
         root = self._roots.get(key.namespace)
         if root is None:
             return PrefixMatch(key, (), 0, 0, 0)
-        path, matched = self._walk(root, key.data, hit=1)
+        path, matched = self._walk(root, key.data, hit)
         device_nodes = device_bytes = 0
         for node in path:
             if node.residency.states[0] is not RESIDENT:
@@ -50,6 +53,13 @@ class RadixTree:
             device_bytes += len(node.key)
         device_len = device_bytes // TOKEN_BYTES
         return PrefixMatch(key, tuple(path), device_nodes, device_len, matched // TOKEN_BYTES - device_len)
+
+    def count_hit(self, node: Node | None) -> None:
+        """The prefix that ends with `node` is used."""
+        for step in node.path() if node is not None else ():
+            step.hits += 1
+            if step.listed & IN_AN_ORDER:
+                self.ledger.touch(step)
 
     def _walk(self, node: Node, data: bytes, hit: int = 0) -> tuple[list[Node], int]:
         """Nodes whose keys make up the longest known prefix of `data`, touched; and its bytes."""

@@ -86,6 +86,8 @@ CHANGES: dict[str, list[StoreIdentity]] = {
     "pp_size": [replace(IDENTITY, pp_size=2)],
     "attention_backend": [replace(IDENTITY, attention_backend="r1"), replace(IDENTITY, attention_backend="")],
     "rope_scaling": [replace(IDENTITY, rope_scaling="r1"), replace(IDENTITY, rope_scaling="")],
+    "tenant": [replace(IDENTITY, tenant="r1"), replace(IDENTITY, tenant="")],
+    "codec": [replace(IDENTITY, codec="zstd")],
     "format_version": [replace(IDENTITY, format_version=IDENTITY.format_version + 1)],
 }
 
