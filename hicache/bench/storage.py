@@ -1,7 +1,7 @@
 """`hicache bench storage`: the disk tier beside a raw O_DIRECT file, in one run on the same pages.
 
-Every medium gets the same batches: write all, then read all cold. Raw writes are made durable once
-at the end, the store's after each batch if `durability` says so.
+Every medium gets the same batches: write all, then read all cold. Raw writes are made durable once at the end, those
+of "raw synced" after each batch, as the index of a store if `durability` says so. Ratios are to the former.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure in a new folder inside `path`, which is removed at the end.
 
-    Returns {page_bytes, batch, total_bytes, durability, media: {raw, slab, inline: {write, read: {gb_per_s,
-    cpu_s_per_gib}}}, ratio_to_raw: {slab, inline: {write, read}}, codecs: as `storage_codecs.run_codecs`}. Raises
+    Returns {page_bytes, batch, total_bytes, durability, media: {raw, "raw synced", slab, inline: {write, read:
+    {gb_per_s, cpu_s_per_gib}}}, ratio_to_raw: {slab, inline: {write, read}}, codecs: as `storage_codecs.run_codecs`}. Raises
     ConfigError for sizes that cannot be measured, IntegrityError if a page comes back with other bytes.
     """
     from hicache.bench.storage_codecs import run_codecs
@@ -47,6 +47,7 @@ def run(
     with scratch_folder(Path(path)) as folder:
         progress("raw")
         media["raw"] = measure_raw(folder / "raw", job)
+        media["raw synced"] = measure_raw(folder / "raw", job, synced=True)
         values: ValuesMode
         for values in ("slab", "inline"):
             progress(values)

@@ -77,19 +77,24 @@ def blank_pages(layout: KVLayout, count: int) -> list[memoryview]:
     return [view[start : start + layout.page_stride] for start in range(0, view.nbytes, layout.page_stride)]
 
 
-def measure_raw(path: Path, job: Job) -> dict[str, Measured]:
-    """A file of slots without an index, beneath which nothing is cheaper."""
+def measure_raw(path: Path, job: Job, synced: bool = False) -> dict[str, Measured]:
+    """A file of slots without an index, beneath which nothing is cheaper. `synced`: durable after each batch."""
     slab = SlabFile(path, job.layout.page_stride)
 
     def slots(batch: int) -> range:
         return range(batch * job.batch, (batch + 1) * job.batch)
+
+    def write(batch: int) -> None:
+        slab.write(slots(batch), job.buffers)
+        if synced:
+            slab.sync()
 
     try:
         slab.reserve(range(job.batches * job.batch))
         return _measure(
             job,
             _Medium(
-                write=lambda batch: slab.write(slots(batch), job.buffers),
+                write=write,
                 read=lambda batch: slab.read(slots(batch), job.buffers),
                 settle=slab.sync,
             ),

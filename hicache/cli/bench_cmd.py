@@ -57,7 +57,7 @@ def storage(
         typer.Option("--long", help="Write 5 times a set of pages larger than memory, too, at a constant budget."),
     ] = False,
 ) -> None:
-    """The disk tier beside a raw O_DIRECT file, and its codecs. Writes and removes 6 GiB, 1 at a time.
+    """The disk tier beside a raw O_DIRECT file, and its codecs. Writes and removes 7 GiB, 1 at a time.
 
     --long writes 10 times the memory of the machine, which takes minutes, and needs twice that memory on the disk.
     """

@@ -168,7 +168,9 @@ class AsyncEngine:
             log.exception("the engine has failed")
             failure = error
         try:
-            self._deliver(engine.close())
+            ends = engine.close()
+            if failure is None:
+                self._deliver(ends)
         except BaseException as error:
             log.exception("the engine was not closed")
             failure = failure or error

@@ -20,7 +20,7 @@ from hicache.stats import CacheStats
 
 
 def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int | None) -> dict[str, Any]:
-    """Everything needed to run it again: model, dtype, policy, sizes in tokens, seed, commit, machine."""
+    """Everything needed to run it again: model, dtype, policy, sizes (tokens unless named otherwise), seed, commit, machine."""
     tiers = cache.tiers
     sizes: dict[str, int | None] = {"device": tiers.device_allocator.num_pages * cache.page_size}
     policies: dict[str, str] = {"queue": options.policy}
@@ -29,11 +29,14 @@ def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int 
         policies["host_write"] = tiers.host.write.mode
     if tiers.storage is not None:
         policies["storage_write"] = tiers.storage.write.mode
+        usage = tiers.storage.engine.usage()
+        sizes["storage_bytes"] = usage.budget_bytes if usage is not None else None
     return {
         "model": model.name,
+        "weights_digest": tiers.identity.weights_digest,
         "dtype": model.dtype,
         "policy": policies,
-        "sizes_tokens": sizes,
+        "sizes": sizes,
         "page_size": cache.page_size,
         "scheduler": asdict(options),
         "seed": seed,

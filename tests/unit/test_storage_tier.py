@@ -448,9 +448,9 @@ def test_with_hits_a_page_is_stored_once_it_was_matched_often_enough() -> None:
     rig.serve(tokens(1, 9))
     rig.settle()
     assert pages_stored(rig, 1, 8) == 0
-    rig.serve(tokens(1, 13), rid="first use")  # it is looked for at its enqueueing and at its admission: one use
+    rig.serve(tokens(1, 9), rid="first use")  # it is looked for at its enqueueing and at its admission: one use
     rig.settle()
-    assert pages_stored(rig, 1, 12) == 0
+    assert pages_stored(rig, 1, 8) == 0
     rig.serve(tokens(1, 13), rid="second use")
     rig.settle()
     assert pages_stored(rig, 1, 12) == 4
