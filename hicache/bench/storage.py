@@ -37,8 +37,9 @@ def run(
     """Measure in a new folder inside `path`, which is removed at the end.
 
     Returns {page_bytes, batch, total_bytes, durability, media: {raw, "raw synced", slab, inline: {write, read:
-    {gb_per_s, cpu_s_per_gib}}}, ratio_to_raw: {slab, inline: {write, read}}, codecs: as `storage_codecs.run_codecs`}. Raises
-    ConfigError for sizes that cannot be measured, IntegrityError if a page comes back with other bytes.
+    {gb_per_s, cpu_s_per_gib}}}, ratio_to_raw: {slab, inline: {write, read}}, codecs: as
+    `storage_codecs.run_codecs`}. Raises ConfigError for sizes that cannot be measured, IntegrityError if a page comes
+    back with other bytes.
     """
     from hicache.bench.storage_codecs import run_codecs
 

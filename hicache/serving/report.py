@@ -20,7 +20,7 @@ from hicache.stats import CacheStats
 
 
 def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int | None) -> dict[str, Any]:
-    """Everything needed to run it again: model, dtype, policy, sizes (tokens unless named otherwise), seed, commit, machine."""
+    """Everything needed to run it again: model, policies, sizes (in tokens unless named otherwise), seed, commit."""
     tiers = cache.tiers
     sizes: dict[str, int | None] = {"device": tiers.device_allocator.num_pages * cache.page_size}
     policies: dict[str, str] = {"queue": options.policy}

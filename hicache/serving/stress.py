@@ -62,9 +62,10 @@ class StressOptions:
 
 @dataclass
 class StressReport:
-    """What a stress run saw; `failures` is empty if everything was as it must be.
+    """What a stress run saw; `failures` is empty if all was as it must be.
 
-    `memory_bytes` is what the process had resident at the end of each session.
+    In `degraded` sessions so many copies failed in a row that the host tier was given up. `memory_bytes` is what the
+    process had resident at the end of each session.
     """
 
     options: StressOptions
@@ -72,6 +73,7 @@ class StressReport:
     metrics: RunMetrics
     seconds: float = 0.0
     sessions: int = 0
+    degraded: int = 0
     conversations: int = 0
     compared: int = 0
     compared_tokens: int = 0
@@ -100,10 +102,16 @@ class StressReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        names = ("sessions", "conversations", "compared", "compared_tokens", "wrong_outputs", "wrong_pages", "examples")
         return {
             "evidence": {**self.evidence, "stress": asdict(self.options)},
-            **{name: getattr(self, name) for name in names},
+            "sessions": self.sessions,
+            "degraded_sessions": self.degraded,
+            "conversations": self.conversations,
+            "compared": self.compared,
+            "compared_tokens": self.compared_tokens,
+            "wrong_outputs": self.wrong_outputs,
+            "wrong_pages": self.wrong_pages,
+            "examples": self.examples,
             "injected_faults": dict(self.injected),
             "counted_failures": dict(self.counted),
             "prefetches": dict(self.prefetches),
@@ -168,9 +176,9 @@ class _Stress:
         kernels = break_copies(engine.cache, self._options.copy_faults, self._report.sessions)
         engine.metrics = self._report.metrics
         self._report.evidence = self._report.evidence or engine.report()["evidence"]
-        end = self._asked + self._options.session_requests
-        late = self._report.sessions >= self._options.sessions - 1
-        while self._asked < end and not (late and time.monotonic() > until):
+        first, wanted = self._asked, self._options.session_requests
+        enough = first + wanted // 4  # a session that begins late is a short one
+        while self._asked < first + wanted and not (self._asked > enough and time.monotonic() > until):
             self._ask(engine)
             self._take(engine.step())
             self._maybe_abort(engine)
@@ -207,6 +215,8 @@ class _Stress:
         engine.settle(timeout=120.0)
         stats = engine.cache.stats()
         self._report.counted.update(stats.failures)
+        host = engine.cache.tiers.host
+        self._report.degraded += host is not None and host.degraded
         self._report.prefetches.update(stats.prefetches)
         engine.close(timeout=120.0)
 

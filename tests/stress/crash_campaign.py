@@ -32,12 +32,12 @@ from typing import Any, NoReturn
 from hicache.hashing import StoreIdentity
 from hicache.layout import KVLayout
 from hicache.storage_backends.base import PageRun
-from hicache.storage_backends.budget import ValuesMode
+from hicache.storage_backends.budget import ValuesMode, inline_cost
 from hicache.storage_backends.lmdb_audit import audit_view
 from hicache.storage_backends.lmdb_backend import Eviction, LmdbBackend
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder
-from hicache.storage_backends.lmdb_schema import PageRecord, inline_cost
+from hicache.storage_backends.lmdb_schema import PageRecord
 from hicache.storage_backends.slab import SlabFile
 from hicache.testing.storage import blank_pages, chain
 

@@ -2,7 +2,7 @@
 
 A fault strikes when a third of the requests have finished, and where it can be lifted it is at two thirds. Whatever
 it is: every byte of every hit is right, all requests finish, every page is accounted for, the failure is counted
-under its reason, and the tier serves again. A fault that could end the process runs in one of its own:
+under its reason, and the tier serves again. Faults that could end the process run in one of their own:
 
     PYTHONPATH=. python tests/stress/test_fault_campaign.py truncated_index /tmp/campaign
 """
@@ -134,7 +134,7 @@ class Scene:
             storage=self.storage(),
             poison=True,
         )
-        self.cache = HiCache(self.tiers, prefetch=PrefetchPolicy("wait_complete", 10.0), clock=self.patience)
+        self.cache = HiCache(self.tiers, prefetch=PrefetchPolicy("wait_complete", 2.0), clock=self.patience)
 
     def storage(self) -> StorageTier:
         backend = RecoveringBackend(self._open)
@@ -447,8 +447,11 @@ with env.begin() as txn:
 @fault(counted=("store_reader_stuck",))
 def stuck_reader(scene: Scene, until: ExitStack) -> None:
     """Another process holds a snapshot, so that nothing it sees can be reused."""
-    env = scene.lmdb[-1]._store._env
-    until.enter_context(talking_process(STUCK_READER, str(scene.path), str(env.map_bytes)))
+    backend = scene.lmdb[-1]
+    until.enter_context(talking_process(STUCK_READER, str(scene.path), str(backend._store._env.map_bytes)))
+    with pytest.raises(StoreUnavailableError, match="transactions behind"):
+        for number in range(5000):
+            backend.write([run_of(LAYOUT, chain(f"more {number}", 1))])
 
 
 @contextmanager

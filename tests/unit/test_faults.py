@@ -427,6 +427,42 @@ def test_f09_a_prefix_that_falls_to_disk_while_its_request_waits_is_fetched_once
     assert not rig.cache._prefetcher._ended
 
 
+def fall_to_disk(rig: Rig, first: int) -> None:
+    for index in (first, first + 1):
+        rig.serve(tokens(index, 15), rid=f"r{index}")
+        rig.settle()
+    assert rig.cache.match_prefix(key(1, 13)).host_hit_len < 12
+
+
+def test_f09_what_falls_to_disk_again_or_after_the_deadline_is_not_waited_for() -> None:
+    rig = Rig(RigOptions(device_pages=8, host_pages=8, storage_pages=64, prefetch=PrefetchPolicy("timeout", 10.0)))
+    rig.serve(tokens(1, 13))
+    rig.settle()
+    for rid in ("twice", "late"):
+        rig.cache.prefetch(rid, key(1, 13))
+    fall_to_disk(rig, 2)
+    assert not rig.cache.prefetch_ready("twice")
+    rig.settle()
+    assert rig.cache.prefetch_ready("twice")
+    fall_to_disk(rig, 4)
+    assert rig.cache.prefetch_ready("twice")
+    rig.now += 10.0
+    assert rig.cache.prefetch_ready("late") and rig.engine is not None and rig.engine.idle
+
+
+def test_f09_a_prefix_whose_nodes_became_one_has_not_fallen_to_disk() -> None:
+    rig = Rig(RigOptions(device_pages=12, host_pages=12, storage_pages=64))
+    rig.serve(tokens(1, 9))
+    rig.settle()
+    rig.cache.prefetch("waits", PrefixKey.of(tokens(1, 4) + tokens(7, 4)))
+    rig.settle()
+    assert rig.cache.prefetch_ready("waits") and len(list(rig.tiers.tree.nodes())) == 2
+    rig.serve(tokens(1, 9), rid="again")
+    rig.tiers.tree.coalesce(list(rig.tiers.tree.nodes()))
+    assert len(list(rig.tiers.tree.nodes())) == 1
+    assert rig.cache.prefetch_ready("waits") and rig.engine is not None and rig.engine.idle
+
+
 # ---- F11 namespaces -------------------------------------------------------------------------
 
 NAMESPACES = [

@@ -48,7 +48,7 @@ def test_copy(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_storage(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
     shown = measured(capsys, "storage", "--path", str(tmp_path))
-    assert shown["media"].keys() == {"raw", "slab", "inline"}
+    assert shown["media"].keys() == {"raw", "raw synced", "slab", "inline"}
     assert shown["codecs"].keys() == set(CODECS)
     assert shown["codecs"]["none"]["ratio"] == 1.0
     assert 0.49 < shown["codecs"]["int8"]["ratio"] < 0.51

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -355,6 +356,29 @@ def test_an_encoder_that_fails_leaves_nothing(store: LmdbBackend, monkeypatch: p
             write(store, "b")
     assert store.contains_prefix(chain("b", 5)) == 0
     assert write(store, "b") == 5
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_an_index_that_cannot_be_written_goes_on_when_it_can(path: Path, values: ValuesMode) -> None:
+    """The limit on the size of files makes LMDB's own writes fail, in a process of its own."""
+
+    def meet_the_limit() -> None:
+        store = open_store(path, values)
+        write(store, "a")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (store._store.env.used_bytes + (64 << 10), hard))
+        with pytest.raises(StoreUnavailableError):
+            for number in range(200):
+                write(store, f"{number}")
+        assert store.contains_prefix(chain(f"{number}", 5)) == 0
+        assert read(store, "a") == 5
+        audit(store)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert write(store, f"{number}") == read(store, f"{number}") == 5
+        audit(store)
+        store.close()
+
+    assert exit_code(meet_the_limit) == 0
 
 
 @pytest.mark.parametrize("values", MODES)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_a_damaged_index_is_set_aside(
     assert (path.with_name("s.aside-1") / DATA_FILE).read_bytes() == spoiled
 
 
+@pytest.mark.parametrize("values", MODES)
+@pytest.mark.parametrize("size", [100, 4096, 8192, 5 * 4096])
+def test_a_large_index_that_was_cut_is_set_aside(
+    path: Path, values: ValuesMode, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not walked at the start: that its file is too short has to be seen before LMDB touches the rest."""
+    monkeypatch.setattr(lmdb_open, "MAX_WALKED_BYTES", 0)
+    fill(path, values)
+    os.truncate(path / DATA_FILE, size)
+    assert exit_code(lambda: survive(path, values)) == 0
+    assert asides(path) == ["s.aside-1"]
+
+
 def test_what_is_set_aside_gets_a_name_of_its_own_and_a_line_in_the_log(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -347,6 +361,22 @@ def test_an_index_that_lacks_a_part_is_set_aside(path: Path, name: str) -> None:
         database = env.open_db(name.encode(), create=False)
         with env.begin(write=True) as txn:
             txn.drop(database)
+    open_store(path).close()
+    assert asides(path) == ["s.aside-1"]
+
+
+def test_a_clear_of_pages_that_are_not_in_the_order_comes_to_an_end(path: Path) -> None:
+    fill(path)
+    store = open_store(path)
+    other = LmdbBackend(path, replace(IDENTITY, model="other"), BUDGET, durability="none")
+    assert other.write([run_of(LAYOUT, chain("x", 3))]) == [3]
+    databases = store._store.env.databases
+    with store._store.env.env.begin(write=True) as txn:
+        txn.drop(databases.order, delete=False)
+    with pytest.raises(StoreCorruptError, match="missing in the eviction order"):
+        store.clear()
+    other.close()
+    store.close()
     open_store(path).close()
     assert asides(path) == ["s.aside-1"]
 

@@ -253,6 +253,7 @@ def test_nothing_of_a_run_that_is_late_or_has_no_parent_is_planned(env: IndexEnv
         ]
         pages, counts = index.plan(runs, Space(generation=4), most=10)
         assert ([page.key for page in pages], counts) == (chain("b", 1), [0, 0, 1])
+        assert index.plan(runs, Space(generation=4, clearing=True), most=10) == ([], [0, 0, 0])
 
 
 def test_all_goes_at_once(env: IndexEnvironment) -> None:

@@ -30,6 +30,8 @@ from hicache.testing.storage import IDENTITY, chain, filled_pages, read_checked,
 
 LAYOUT = IDENTITY.layout
 OTHER = replace(IDENTITY, model="other")
+WIDE = replace(IDENTITY, layout=replace(LAYOUT, num_layers=16))
+"""Pages of 32 KiB."""
 BUDGET = 4 << 20
 MODES: list[ValuesMode] = ["slab", "inline"]
 
@@ -134,23 +136,22 @@ def test_a_process_joins_while_another_writes(path: Path) -> None:
 def test_room_that_another_process_takes_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Making room and using it are two transactions; others may come in between."""
     with another(path) as other:
-        store = open_store(path)
-        number = 0
-        while not store.usage().evicted_pages:
-            write(store, f"fill {number}", 20)
+        store, number = open_store(path, identity=WIDE), 0
+        while not other.ask(("usage",)).evicted_pages:
+            other.ask(("write", f"fill {number}", 20))
             number += 1
         make_room, robberies = store._store._make_room, []
 
         def make_room_for_others(*args: Any) -> bool:
             made = make_room(*args)
             if len(robberies) < 3:
-                for page in range(60):  # one by one, so that no room is made for more
+                for page in range(60):  # one by one, so that room is left for one of these only
                     assert other.ask(("write", f"rob {len(robberies)}/{page}", 1)) == 1
                 robberies.append(made)
             return made
 
         monkeypatch.setattr(store._store, "_make_room", make_room_for_others)
-        assert write(store, "a", 30) == 30
+        assert store.write([run_of(WIDE.layout, chain("a", 6))]) == [6]
         assert len(robberies) == 3
         audit(store)
         store.close()
@@ -411,6 +412,7 @@ def test_a_clear_that_is_cut_short_is_finished(path: Path, steps: int, beside: b
     assert exit_code(lambda: begin_to_clear_and_die(path, steps)) == -signal.SIGKILL
     if not beside:
         store, other = open_store(path), open_store(path, identity=OTHER)
+        assert store.usage().pages == 0
     else:
         assert store._store.view(lambda view: view.space(store._number).clearing)
     assert store.contains_prefix(chain("a", 40)) == read(store, "a", 40) == 0
