@@ -19,8 +19,8 @@ MIN_PAGES = 16
 INDEX_BYTES_PER_PAGE = 512
 """Upper bound of what one page takes in the index: 300 to 450 bytes were measured, by how full its B-trees are."""
 
-MAX_CHUNK_PAGES = 1024
-"""Pages written, or evicted, in one transaction."""
+MAX_CHUNK_PAGES, MAX_CHUNK_BYTES = 1024, 128 << 20
+"""Most pages written, or evicted, in one transaction, and most bytes written: encoded pages are held so long."""
 
 _OS_PAGE = 4096
 _VALUE_HEADER = 16
@@ -47,7 +47,7 @@ class Budget:
 
     def chunk_pages(self, page_cost: int) -> int:
         """Pages of `page_cost` bytes to be written in one transaction."""
-        return max(1, min(MAX_CHUNK_PAGES, self.data_bytes // page_cost // 8))
+        return max(1, min(MAX_CHUNK_PAGES, MAX_CHUNK_BYTES // page_cost, self.data_bytes // page_cost // 8))
 
 
 @dataclass(frozen=True)

@@ -202,12 +202,11 @@ class LmdbBackend(StorageBackend):
 
     def _encode(self, page: NewPage) -> Encoded:
         if self._codec is None:
-            size = self._page_bytes
-            return Encoded(size, self._slots[0], page.buffer, page_checksum(page.key, page.buffer[:size]))
+            return Encoded(self._page_bytes, self._slots[0], page.buffer)
         scratch = memoryview(mmap.mmap(-1, self._slots[-1]))
         length = self._codec.encode(page.buffer[: self._page_bytes], scratch)
         slot_bytes = next(size for size in self._slots if size >= length)
-        return Encoded(length, slot_bytes, scratch[:slot_bytes], page_checksum(page.key, scratch[:length]))
+        return Encoded(length, slot_bytes, scratch[:slot_bytes])
 
     def _scratch_pages(self, count: int) -> list[memoryview]:
         """Aligned memory for encoded pages, this thread's own."""

@@ -123,7 +123,9 @@ class IndexView:
         return min(stamps, default=None)
 
     def check_counts(self) -> None:
-        """Raises StoreCorruptError if there are not as many records as were counted: a database may have been lost."""
+        """Raises StoreCorruptError if there are not as many records as were counted: a database may have been lost.
+        Likewise if it cannot be told whose pages these are."""
+        self.labels()
         spaces = self.spaces().values()
         counted = {"pages": sum(space.pages for space in spaces), "order": sum(space.leaves for space in spaces)}
         for name, count in counted.items():
@@ -208,6 +210,7 @@ class IndexWriter(IndexView):
         space = self.space(number)
         records: dict[bytes, PageRecord] = {}
         for stamp, page, form, location in zip(self.take_stamps(len(pages)), pages, forms, locations):
+            assert form.checksum is not None
             records[page.key] = PageRecord(number, PROBATION, form.length, location, form.checksum, stamp, page.parent)
         packed = [(key, record.pack(key)) for key, record in records.items()]
         self.txn.cursor(self.databases.pages).putmulti(packed)

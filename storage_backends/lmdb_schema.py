@@ -120,12 +120,15 @@ class NewPage(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A page as it is to be stored: the first `length` bytes of `buffer`, in a slot of `slot_bytes` bytes."""
+    """A page as it is to be stored: the first `length` bytes of `buffer`, in a slot of `slot_bytes` bytes.
+
+    Without a `checksum`, it is computed while the page is being written.
+    """
 
     length: int
     slot_bytes: int
     buffer: memoryview
-    checksum: int
+    checksum: int | None = None
 
 
 def read_label(raw: bytes | None, what: str) -> dict[str, object]:

@@ -16,6 +16,7 @@ from hicache.errors import StorageError, StoreCorruptError
 from hicache.hashing import Field
 from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.budget import MAX_CHUNK_PAGES, Budget, BudgetPlan, ValuesMode, inline_cost
+from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import Durability, IndexEnvironment, storage_errors
 from hicache.storage_backends.lmdb_eviction import Eviction, evict, expire
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
@@ -300,9 +301,11 @@ class Store:
         pages = self._fitting(index, space, index.plan(job.runs, space, len(job.encoded))[0], job.encoded)
         if pages:
             forms = [job.encoded[page.key] for page in pages]
-            locations = self._values.store(index, forms)
+            with self._values.storing(index, forms) as locations:
+                checksums = [_checksum(page.key, form) for page, form in zip(pages, forms)]
             if self.durability == "always":
                 self._values.sync()
+            forms = [form._replace(checksum=checksum) for form, checksum in zip(forms, checksums)]
             index.insert(job.number, pages, forms, locations)
             # Room for the next batch of this size, so that it needs no transaction of its own to make some.
             self._evict(index, job.number, _excess(index, job.number, sum(map(self._cost, forms))), job.keep)
@@ -406,6 +409,10 @@ class Store:
 
 
 # ---- helpers ------------------------------------------------------------------------------------
+
+
+def _checksum(key: bytes, form: Encoded) -> int:
+    return form.checksum if form.checksum is not None else page_checksum(key, form.buffer[: form.length])
 
 
 def _touch(index: IndexWriter, keys: Sequence[bytes]) -> None:

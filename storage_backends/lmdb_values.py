@@ -9,6 +9,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,6 +28,9 @@ _LOCATION = struct.Struct(">Q")
 
 GROWTH_BYTES = 64 << 20
 """A slab grows by this much at a time, so that its file has few extents."""
+
+BESIDE_BYTES = 1 << 20
+"""From so many bytes on, a write is worth a thread: meanwhile its checksums are computed."""
 
 Find: TypeAlias = Callable[[IndexView], list[PageRecord]]
 
@@ -53,8 +59,11 @@ class PageValues(ABC):
         """The bytes of one page. Nothing is verified yet."""
 
     @abstractmethod
-    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
-        """Write pages; returns their locations. The caller has seen to it that there is room."""
+    def storing(self, index: IndexWriter, pages: Sequence[Encoded]) -> AbstractContextManager[list[int]]:
+        """Write pages, also while the caller does something else within the context, which gives their locations.
+
+        At its end they are written. The caller has seen to it that there is room.
+        """
 
     @abstractmethod
     def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
@@ -110,6 +119,7 @@ class SlabValues(PageValues):
         self._folder = folder
         self._slabs: dict[int, SlabFile] = {}
         self._opening = threading.Lock()
+        self._writer = ThreadPoolExecutor(1, "slab-writer")  # begins its thread with the first large write
 
     def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
         with env.view() as view:
@@ -135,17 +145,37 @@ class SlabValues(PageValues):
         self._slab(slot_bytes).read([slot_of(record.location)], [page])
         return page[: record.length]
 
-    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
+    @contextmanager
+    def storing(self, index: IndexWriter, pages: Sequence[Encoded]) -> Iterator[list[int]]:
         locations = [0] * len(pages)
         by_size: defaultdict[int, list[int]] = defaultdict(list)
         for number, page in enumerate(pages):
             by_size[page.slot_bytes].append(number)
+        writes = []
         for slot_bytes, numbers in by_size.items():
             slots = self._allocate(index, slot_bytes, len(numbers))
-            self._slab(slot_bytes).write(slots, [pages[number].buffer for number in numbers])
+            buffers = [pages[number].buffer for number in numbers]
+            writes.append(partial(self._slab(slot_bytes).write, slots, buffers))
             for number, slot in zip(numbers, slots):
                 locations[number] = slot_location(slot_bytes, slot)
-        return locations
+        with self._beside(writes, sum(page.slot_bytes for page in pages)):
+            yield locations
+
+    @contextmanager
+    def _beside(self, writes: Sequence[Callable[[], None]], nbytes: int) -> Iterator[None]:
+        """Make writes in a thread of their own, if they are large enough to be worth it."""
+        if nbytes < BESIDE_BYTES:
+            for write in writes:
+                write()
+            yield
+            return
+        futures = [self._writer.submit(write) for write in writes]
+        try:
+            yield
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
 
     def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
         by_size: defaultdict[int, list[int]] = defaultdict(list)
@@ -201,6 +231,7 @@ class SlabValues(PageValues):
             slab.sync()
 
     def close(self) -> None:
+        self._writer.shutdown()
         for slab in self._slabs.values():
             slab.close()
         self._slabs.clear()
@@ -286,13 +317,14 @@ class InlineValues(PageValues):
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         return memoryview(index.txn.get(_LOCATION.pack(record.location), b"", db=index.databases.values))
 
-    def store(self, index: IndexWriter, pages: Sequence[Encoded]) -> list[int]:
+    @contextmanager
+    def storing(self, index: IndexWriter, pages: Sequence[Encoded]) -> Iterator[list[int]]:
         first = index.current.values
         index.current.values += len(pages)
         for location, page in enumerate(pages, first):
             value = page.buffer[: page.length]
             index.txn.put(_LOCATION.pack(location), value, append=True, db=index.databases.values)
-        return list(range(first, first + len(pages)))
+        yield list(range(first, first + len(pages)))
 
     def free(self, index: IndexWriter, records: Sequence[PageRecord]) -> None:
         for record in records:

@@ -29,6 +29,7 @@ from hicache.serving.generation import Generation, Slice
 from hicache.serving.queue import QueuePolicy, WaitingQueue, common_pages, peek_prefix
 
 _DECAY = 0.98
+"""Of the reserve after a retraction, each step."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,6 @@ class Scheduler:
         generation, prefilled = part.generation, part.generation.prefilling
         self._requests.commit(generation.kv, part.stop)
         generation.computed(part.stop)
-        self._reserve = max(self._reserve * _DECAY, self._options.reserve)
         if prefilled and self._options.reuse:
             self._requests.cache_unfinished_req(generation.kv)
 
@@ -133,6 +133,7 @@ class Scheduler:
 
     def schedule(self) -> list[Slice]:
         """Admit who fits, then choose what to compute now. Empty if nothing can be."""
+        self._reserve = max(self._reserve * _DECAY, self._options.reserve)
         if not self._starved:
             self._admit()
         plan = self._plan()

@@ -1,6 +1,6 @@
 """Every logit of every request is, bit for bit, that of a run without cache: with hits of device, host and disk.
 
-The tiers are far too small for the requests, so that pages travel; then the cache restarts on the same disk.
+Device and host are too small for the requests, so that pages travel; in between the cache restarts on the same disk.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hicache.serving.scheduler import SchedulerOptions
 from hicache.serving.setup import build_engine, plain_engine, serving_config
 from hicache.serving.weights import load_model
 from hicache.serving.weights_random import random_model
+from hicache.types import Tier
 
 PAGE = 16
 SHARED = Path(os.environ.get("HICACHE_SHARED", Path(__file__).parents[3] / "shared"))
@@ -58,7 +59,7 @@ def model_of(name: str) -> LoadedModel:
     return random_model(geometries[name], seed=11)
 
 
-def conversations(vocab: int, count: int, turns: int, tokens: int) -> list[list[GenerationRequest]]:
+def conversations(vocab: int, count: int, turns: int, tokens: int, answer: int) -> list[list[GenerationRequest]]:
     """Rounds of requests: round t has turn t of every conversation. All share a beginning, half are of a tenant."""
     draw = random.Random(1)
 
@@ -74,7 +75,7 @@ def conversations(vocab: int, count: int, turns: int, tokens: int) -> list[list[
             sampling = SamplingParams(0.7 * (number % 2), seed=number)
             space = RequestNamespace("tenant") if number % 2 else RequestNamespace()
             rid = f"{number}.{turn}"
-            rounds[-1].append(GenerationRequest(list(history), 6, sampling, rid, space, ignore_eos=True))
+            rounds[-1].append(GenerationRequest(list(history), answer, sampling, rid, space, ignore_eos=True))
             history += words(tokens)
     return rounds
 
@@ -108,11 +109,12 @@ def differing(found: Logits, expected: Logits) -> list[tuple[str, int]]:
     return [place for place, row in expected.items() if not torch.equal(found[place], row)]
 
 
-def serve(engine: Engine, rounds: Sequence[Sequence[GenerationRequest]]) -> Counter[str]:
-    """Round by round; hits by tier."""
+def serve(engine: Engine, rounds: Sequence[Sequence[GenerationRequest]], emptied: Sequence[Tier] = ()) -> Counter[str]:
+    """Round by round, with these tiers empty after each; hits by tier."""
     for requests in rounds:
         engine.generate(requests)
-    engine.settle()
+        engine.settle()
+        engine.cache.flush(emptied)
     hits = engine.metrics.reused_tokens
     engine.close()
     return hits
@@ -122,14 +124,33 @@ def serve(engine: Engine, rounds: Sequence[Sequence[GenerationRequest]]) -> Coun
 def test_hits_of_any_tier_change_no_bit_of_any_logit(name: str, tmp_path: Path) -> None:
     loaded = model_of(name)
     large = name == "smollm2"
-    rounds = conversations(loaded.geometry.vocab, *((2, 2, 6) if large else (5, 4, 25)))
+    rounds = conversations(loaded.geometry.vocab, *((2, 2, 6, 2) if large else (5, 4, 25, 6)))
     expected = reference(loaded, rounds)
-    sizes = (6, 5) if large else (16, 20)
-    config = serving_config(loaded, tiers(tmp_path, *sizes), PAGE, poison=True)
     options = SchedulerOptions(step_tokens=64, chunk_tokens=40, reserve=0.0, patience=4)
-    hits = Counter[str]()
-    for _ in range(2):
+    device, hits = (6 if large else 16), Counter[str]()
+    for host, emptied in ((100, [Tier.DEVICE]), (device + 4, [])):
         logits: Logits = {}
-        hits += serve(build_engine(loaded, config, options, surroundings=recorded(logits)), rounds)
+        config = serving_config(loaded, tiers(tmp_path, device, host), PAGE, poison=True)
+        hits += serve(build_engine(loaded, config, options, surroundings=recorded(logits)), rounds, emptied)
         assert differing(logits, expected) == []
     assert all(hits[tier] > 0 for tier in ("device", "host", "storage")), hits
+
+
+def test_tenants_and_adapters_share_nothing_on_disk_either(tmp_path: Path) -> None:
+    """Whoever computed a prompt finds it after a restart; nobody else does."""
+    loaded = model_of("llama")
+    config = serving_config(loaded, tiers(tmp_path, 40, 40), PAGE, poison=True)
+    prompt = list(range(3, 3 + 2 * PAGE + 1))
+    known, unknown = RequestNamespace("a"), [RequestNamespace("b"), RequestNamespace("a", "lora"), RequestNamespace()]
+    engine = build_engine(loaded, config)
+    engine.generate([GenerationRequest(prompt, 1, namespace=known)])
+    engine.close()
+    engine = build_engine(loaded, config)
+    cached = []
+    for namespace in [*unknown, known, *unknown]:
+        metrics = engine.generate([GenerationRequest(prompt, 1, namespace=namespace)])[0].metrics
+        assert metrics is not None
+        cached.append(dict(metrics.cached_tokens))
+    engine.close()
+    nothing, whole = {"device": 0, "host": 0, "storage": 0}, 2 * PAGE
+    assert cached == [nothing] * 3 + [{**nothing, "storage": whole}] + [{**nothing, "device": whole}] * 3

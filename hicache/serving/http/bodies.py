@@ -172,12 +172,16 @@ def _from_details(details: Sequence[ErrorDetails]) -> ApiError:
     """Of several the deepest: with unions, the one that was meant."""
     detail = max(details, key=_depth)
     if detail["type"] == "json_invalid":
-        return refused(f"the body is not valid JSON: {detail['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+        return refused(
+            f"the body is not valid JSON: {detail['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
+        )
     if not detail["loc"]:
         return refused(f"the body should be a JSON object: {detail['msg']}")
     param = _param(detail["loc"])
     message = detail["msg"].removeprefix("Input ")
-    return refused(f"{param}: {message}", param, "missing_parameter" if detail["type"] == "missing" else "invalid_value")
+    return refused(
+        f"{param}: {message}", param, "missing_parameter" if detail["type"] == "missing" else "invalid_value"
+    )
 
 
 def _depth(detail: ErrorDetails) -> tuple[int, bool]:

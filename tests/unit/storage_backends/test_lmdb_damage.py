@@ -231,6 +231,22 @@ def test_what_is_set_aside_gets_a_name_of_its_own_and_a_line_in_the_log(
     assert asides(path) == ["s.aside-1", "s.aside-2"]
 
 
+def test_a_link_to_a_damaged_store_leads_to_the_new_one(path: Path) -> None:
+    fill(path)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    _garbage(0, 8192)(path / DATA_FILE)
+    store = open_store(link)
+    assert store.write([run_of(LAYOUT, chain("a", 3))]) == [3]
+    store.close()
+    assert link.is_symlink()
+    assert asides(link) == []
+    assert asides(path) == ["s.aside-1"]
+    store = open_store(path)
+    assert store.usage().pages == 3
+    store.close()
+
+
 def test_a_store_that_cannot_be_set_aside_is_unavailable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the folder is a mount point."""
 
@@ -361,6 +377,18 @@ def test_an_index_that_lacks_a_part_is_set_aside(path: Path, name: str) -> None:
         database = env.open_db(name.encode(), create=False)
         with env.begin(write=True) as txn:
             txn.drop(database)
+    open_store(path).close()
+    assert asides(path) == ["s.aside-1"]
+
+
+def test_a_store_that_does_not_say_whose_pages_it_has_is_set_aside(path: Path) -> None:
+    """One letter of a label is another."""
+    fill(path)
+    with lmdb.open(str(path), max_dbs=MAX_DATABASES) as env:
+        database = env.open_db(b"meta", create=False)
+        with env.begin(write=True, db=database) as txn:
+            label = txn.get(b"space 1")
+            txn.put(b"space 1", label.replace(b"conformance", b"conformanse"))
     open_store(path).close()
     assert asides(path) == ["s.aside-1"]
 
@@ -510,6 +538,17 @@ def test_a_killed_process_loses_nothing(path: Path) -> None:
     store = open_store(path)
     assert is_whole(store)
     store.close()
+
+
+def test_the_end_of_a_store_that_was_moved_away_is_not_noted_in_its_successor(path: Path) -> None:
+    fill(path)
+    store = open_store(path)
+    path.rename(path.with_name("moved"))
+    path.mkdir()
+    (path / SESSION_FILE).write_text("of the successor")
+    (path / LOCK_FILE).touch()
+    store.close()
+    assert (path / SESSION_FILE).read_text() == "of the successor"
 
 
 def test_after_a_clean_end_a_power_loss_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

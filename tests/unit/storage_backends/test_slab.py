@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,9 +112,14 @@ def test_what_lies_beyond_the_end_of_the_file_is_no_error(slab: SlabFile) -> Non
 def test_other_errors_of_direct_io_are_not_hidden(slab: SlabFile, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Only EINVAL says that the memory is not aligned."""
 
-    def refuse(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
+    real, calls = os.preadv, []
 
-    monkeypatch.setattr(os, "preadv", refuse)
+    def refuse_once(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(code, os.strerror(code))
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", refuse_once)
     with pytest.raises(OSError, match=os.strerror(code)):
         slab.read([0], blank_pages(LAYOUT, 1))
