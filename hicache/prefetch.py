@@ -155,7 +155,7 @@ class Prefetcher:
             self._begin_read(op, op.lookup)
 
     def _begin_read(self, op: Prefetch, lookup: LookupTicket) -> None:
-        if lookup.hits >= self._policy.min_pages and self._crowded(lookup.hits):
+        if lookup.hits >= self._policy.min_pages and self._crowded(op, lookup.hits):
             return
         host, storage = self._tiers.usable_host, self._tiers.readable_storage
         if lookup.error is not None or host is None or storage is None:
@@ -178,11 +178,17 @@ class Prefetcher:
         op.read, op.pages, op.generation = read, pages, storage.generation
         self._tiers.staged_host_pages += len(pages)
 
-    def _crowded(self, hits: int) -> bool:
-        """Would these pages push out what earlier prefetches brought for requests that still wait?"""
+    def _crowded(self, op: Prefetch, hits: int) -> bool:
+        """Would these pages push out what earlier prefetches brought for requests that still wait?
+
+        The oldest never stands back: others may wait for its request to run.
+        """
         host = self._tiers.host
-        held = self._tiers.staged_host_pages + sum(self._unclaimed.values())
-        return host is not None and held > 0 and held + hits > host.pool.num_pages // 2
+        if host is None or op is next(iter(self._active.values()), op):
+            return False
+        unclaimed = sum(count for rid, count in self._unclaimed.items() if rid != op.rid)
+        held = self._tiers.staged_host_pages + unclaimed
+        return held > 0 and held + hits > host.pool.num_pages // 2
 
     def claim(self, rid: str) -> None:
         """The request runs: what arrived for it is in its hands."""

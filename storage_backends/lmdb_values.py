@@ -295,7 +295,7 @@ class SlabValues(PageValues):
         slab = self._slab(slot_bytes)
         if slab.slots < tail.start:
             lost = tail.start - slab.slots
-            log.warning("%s lacks %d slots: pages in them will be found damaged and removed", slab.path, lost)
+            log.warning("%s is %d slots shorter than it was: pages in them, if any, will be found damaged", slab.path, lost)
         slab.resize(tail.start)
         for extent in holes:
             slab.release(extent)

@@ -71,7 +71,7 @@ def stress(  # noqa: PLR0913 - one parameter per option of the command line
 def _summary(report: StressReport) -> str:
     failures = sum(report.counted.values())
     return (
-        f"{report.compared:,} answers of {report.conversations:,} chats with {report.compared_tokens:,} tokens compared "
+        f"{report.compared:,} answers of {report.conversations:,} chats compared, {report.compared_tokens:,} tokens, "
         f"in {report.seconds:.0f} s and {report.sessions} sessions, {failures:,} failures on the way: "
         f"{report.wrong_outputs} answers and {report.wrong_pages} pages wrong"
     )

@@ -1,7 +1,7 @@
 """From a conversation to the text of a prompt.
 
 The model's own jinja template is used where it has one and jinja2 is installed. Else ChatML (Qwen, SmolLM2) or
-Llama 3's format, whichever control tokens the vocabulary has; else the contents alone, line by line.
+Llama 3's format, whichever control tokens the vocabulary has; else the contents alone, a line each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def render_chat(messages: Sequence[Message], tokenizer: Tokenizer, chat: ChatFor
         return _chatml(messages)
     if tokenizer.token_id("<|start_header_id|>") is not None:
         return _llama3(messages)
-    return "\n".join(message.content for message in messages)
+    return "".join(f"{message.content}\n" for message in messages)
 
 
 def _chatml(messages: Sequence[Message]) -> str:

@@ -6,7 +6,7 @@ import math
 import resource
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hicache.types import Tier
@@ -127,7 +127,8 @@ class Distribution:
 class RunMetrics:
     """Sums over the requests of a run. `block_use` is the share of device pages that requests hold or share.
 
-    `reused_tokens` came from the cache, by tier; `hit_rate` is their share of the prompt tokens of finished requests.
+    `reused_tokens` came from the cache, by tier; `hit_rate` is their share of the prompts of all that have ended,
+    aborted ones too.
     """
 
     started: float
@@ -205,11 +206,6 @@ class RunMetrics:
 def peak_memory_bytes() -> int:
     """The most memory that this process has had resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def plain(metrics: RequestMetrics) -> dict[str, Any]:
-    """The metrics of a request as plain values, for JSON."""
-    return asdict(metrics)
 
 
 def _rounded(value: float | None) -> float | None:

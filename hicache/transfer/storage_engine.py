@@ -25,6 +25,9 @@ from hicache.transfer.storage_tickets import ClearTicket, LookupTicket, ReadTick
 
 MAX_QUEUED_LOADS = 1024
 
+MAX_WORKERS = 64
+"""Workers of one engine, those included that hang in a call."""
+
 CLOSE_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
@@ -68,9 +71,10 @@ class StorageEngine:
         self._abandoned = False
         self._changed = threading.Condition()
         self._ask_generation()
-        self._threads = [threading.Thread(target=self._work, name=f"storage-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._workers = threads
+        self._threads: list[threading.Thread] = []
+        for _ in range(threads):
+            self._add_worker()
 
     # ---- submitting (scheduler thread) ------------------------------------------------------
 
@@ -116,6 +120,7 @@ class StorageEngine:
     def _submit(self, lane: Lane, ticket: Ticket) -> bool:
         with self._changed:
             lane.watch()
+            self._replace_hung()
             taken = not self._closed and lane.put(ticket)
             if taken:
                 self._changed.notify_all()
@@ -129,6 +134,7 @@ class StorageEngine:
                 lane.watch()
                 failures += lane.failures
                 lane.failures.clear()
+            self._replace_hung()
         return failures
 
     # ---- state ------------------------------------------------------------------------------
@@ -160,7 +166,7 @@ class StorageEngine:
     @property
     def _hung(self) -> bool:
         with self._changed:
-            return self._loads.overdue or self._stores.overdue
+            return self._overdue > 0
 
     @property
     def queued_bytes(self) -> int:
@@ -204,7 +210,7 @@ class StorageEngine:
         with self._changed:
             self._stores.close(StoreUnavailableError("the storage engine is closed", "closed"))
             self._changed.notify_all()
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(max(end - time.monotonic(), 0))
         with self._changed:
             self._abandoned = not (self._loads.idle and self._stores.idle)
@@ -225,6 +231,26 @@ class StorageEngine:
                 if self._closed and not self._stores.waiting:
                     return
             self.run_next()
+            with self._changed:
+                if len(self._threads) > self._workers + self._overdue:  # who hung is back
+                    self._threads.remove(threading.current_thread())
+                    self._changed.notify_all()
+                    return
+
+    @property
+    def _overdue(self) -> int:
+        return self._loads.overdue + self._stores.overdue
+
+    def _replace_hung(self) -> None:
+        """Start a worker for each that hangs in a call, so that the other lane, and trials, go on."""
+        wanted = min(self._workers + self._overdue, MAX_WORKERS) if self._workers and not self._closed else 0
+        while len(self._threads) < wanted:
+            self._add_worker()
+
+    def _add_worker(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"storage-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def run_next(self) -> bool:
         """Make the next backend call on this thread; False if there is none to make."""

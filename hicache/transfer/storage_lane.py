@@ -58,9 +58,9 @@ class Lane:
         return not (self._queue or self._urgent or self._calls)
 
     @property
-    def overdue(self) -> bool:
-        """Does a call run for longer than it should?"""
-        return any(call.ticket.overdue for call in self._calls)
+    def overdue(self) -> int:
+        """Calls that run for longer than they should."""
+        return sum(call.ticket.overdue for call in self._calls)
 
     @property
     def waiting(self) -> bool:

@@ -548,7 +548,6 @@ def slow_backend(scene: Scene, until: ExitStack) -> None:
 HANGING_LOADS: dict[str, Any] = {
     "counted": ("load_timeout",),
     "limits": replace(LIMITS, queue_seconds=8.0, load_deadline=8.0),
-    "threads": 16,  # each trial may take one along; without any left stores have to wait, too
 }
 
 

@@ -185,11 +185,11 @@ def make_app(gateway: Gateway, served: Served) -> Starlette:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    found = _as_api_error(error)
+    found = _as_api_error(request, error)
     return JSONResponse(found.body(), found.status, found.headers)
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (BadInput, CapacityError)):
@@ -197,7 +197,7 @@ def _as_api_error(error: Exception) -> ApiError:
         return refused(str(error), name if name.isidentifier() else None, "invalid_value")
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, error.detail, code=code)
+        return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code=code)
     if isinstance(error, ClientDisconnect):
         return refused("the client has gone")  # nobody reads it
     return failed("internal error")

@@ -171,7 +171,7 @@ def test_conversations_in_the_formats_of_the_vocabularies() -> None:
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert render_chat(TURNS, Named("<|start_header_id|>"), ChatFormat()) == llama3
-    assert render_chat(TURNS, ByteTokenizer(), ChatFormat()) == "Be brief.\nHi"
+    assert render_chat(TURNS, ByteTokenizer(), ChatFormat()) == "Be brief.\nHi\n"
     with pytest.raises(BadInput, match="the conversation is empty"):
         render_chat([], ByteTokenizer(), ChatFormat())
 

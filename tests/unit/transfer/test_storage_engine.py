@@ -415,3 +415,23 @@ def test_while_one_load_hangs_another_worker_tries_again() -> None:
     assert engine.states == (ON, ON) and not hung.done
     backend.go_on.set()
     assert engine.close(LONG)
+
+
+def test_with_its_only_worker_hanging_the_engine_stores_and_tries_again() -> None:
+    now = [0.0]
+    backend = Hanging("load")
+    engine = StorageEngine(backend, 2, EngineLimits(100 * PAGE), threads=1, clock=lambda: now[0])
+    hung = engine.lookup(b"", tokens(1, 1))
+    assert backend.began.wait(LONG) and hung
+    now[0] = 6.0
+    engine.poll()  # a worker in its place
+    store = engine.write([run(1)], PAGE)
+    assert store and engine._wait(lambda: store.done, LONG)
+    backend.hangs = ""
+    now[0] = 7.0
+    trial = engine.lookup(b"", tokens(1, 1))
+    assert trial and engine._wait(lambda: trial.done, LONG)
+    assert trial.hits == 1 and not hung.done
+    backend.go_on.set()
+    assert engine._wait(lambda: len(engine._threads) == 1, LONG), "who is too many goes"
+    assert engine.close(LONG)
