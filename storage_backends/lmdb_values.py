@@ -295,7 +295,7 @@ class SlabValues(PageValues):
         slab = self._slab(slot_bytes)
         if slab.slots < tail.start:
             lost = tail.start - slab.slots
-            log.warning("%s is %d slots shorter than it was: pages in them, if any, will be found damaged", slab.path, lost)
+            log.warning("%s was %d slots longer: pages in these, if any, will be found damaged", slab.path, lost)
         slab.resize(tail.start)
         for extent in holes:
             slab.release(extent)
@@ -356,6 +356,11 @@ class InlineValues(PageValues):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def value_location(key: bytes) -> int:
+    """Location of the page whose bytes lie under this key of `values`."""
+    return int(_LOCATION.unpack(key)[0])
 
 
 def _copy_values(view: IndexView, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:

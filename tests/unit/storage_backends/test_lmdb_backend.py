@@ -20,7 +20,7 @@ from hicache.storage_backends import filesystem, lmdb_values
 from hicache.storage_backends.budget import ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_values import SLAB_FILE
+from hicache.storage_backends.lmdb_open import SLAB_FILE
 from hicache.testing.audit import audit, disk_bytes
 from hicache.testing.processes import exit_code
 from hicache.testing.storage import IDENTITY, blank_pages, chain, read_checked, run_of

@@ -21,9 +21,8 @@ from hicache.storage_backends.budget import ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_damage import MARK_FILE, used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_open import LOCK_FILE, SESSION_FILE
+from hicache.storage_backends.lmdb_open import LOCK_FILE, SESSION_FILE, SLAB_FILE
 from hicache.storage_backends.lmdb_schema import MAX_DATABASES, Databases
-from hicache.storage_backends.lmdb_values import SLAB_FILE
 from hicache.testing.audit import audit
 from hicache.testing.processes import exit_code, forked
 from hicache.testing.storage import IDENTITY, chain, read_checked, run_of
@@ -387,7 +386,7 @@ def test_a_store_that_does_not_say_whose_pages_it_has_is_set_aside(path: Path) -
     with lmdb.open(str(path), max_dbs=MAX_DATABASES) as env:
         database = env.open_db(b"meta", create=False)
         with env.begin(write=True, db=database) as txn:
-            label = txn.get(b"space 1")
+            label = txn.get(b"space 1", b"")
             txn.put(b"space 1", label.replace(b"conformance", b"conformanse"))
     open_store(path).close()
     assert asides(path) == ["s.aside-1"]

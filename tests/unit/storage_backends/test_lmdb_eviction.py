@@ -45,7 +45,7 @@ def read(store: LmdbBackend, name: str, length: int = 5) -> int:
 
 def stored(store: LmdbBackend, names: Sequence[str]) -> list[str]:
     """Chains of which at least the root is there. Looked up behind the store's back: this is no use of them."""
-    return [name for name in names if store._store.view(lambda view, name=name: view.has(chain(name, 1)[0]))]
+    return store._store.view(lambda view: [name for name in names if view.has(chain(name, 1)[0])])
 
 
 # ---- policies -------------------------------------------------------------------------------------

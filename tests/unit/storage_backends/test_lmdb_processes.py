@@ -21,9 +21,9 @@ from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.budget import BudgetPlan, ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import IndexEnvironment
+from hicache.storage_backends.lmdb_eviction import evict
+from hicache.storage_backends.lmdb_index import IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder
-from hicache.storage_backends.lmdb_values import InlineValues
-from hicache.storage_backends.slab import SlabFile
 from hicache.testing.audit import audit
 from hicache.testing.processes import Process, Work, exit_code, forked
 from hicache.testing.storage import IDENTITY, chain, filled_pages, read_checked, run_of
@@ -144,7 +144,8 @@ def test_room_that_another_process_takes_is_made_again(path: Path, monkeypatch: 
         while not other.ask(("usage",)).evicted_pages:
             other.ask(("write", f"fill {number}", 20))
             number += 1
-        make_room, robberies = store._store._make_room, []
+        robberies: list[bool] = []
+        make_room = store._store._make_room
 
         def make_room_for_others(*args: Any) -> bool:
             made = make_room(*args)
@@ -202,7 +203,8 @@ def test_a_map_that_grows_in_the_middle_of_a_write_is_followed(path: Path, monke
     """While the pages are encoded others write."""
     with another(path) as other:
         store = open_store(path)
-        encode, grown = store._encode, []
+        grown: list[int] = []
+        encode = store._encode
 
         def encode_slowly(page: Any) -> Any:
             if not grown:
@@ -304,7 +306,7 @@ def test_readers_that_are_killed_all_the_time_do_no_harm(path: Path, values: Val
 
 
 @pytest.mark.parametrize("values", MODES)
-def test_a_killed_writer_gives_the_lock_back(path: Path, values: ValuesMode) -> None:
+def test_a_killed_writer_gives_the_lock_back(path: Path, values: ValuesMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies within a transaction, with bytes written that nothing refers to yet."""
 
     def write_slowly(pipe: Any) -> None:
@@ -312,14 +314,14 @@ def test_a_killed_writer_gives_the_lock_back(path: Path, values: ValuesMode) -> 
         write(store, "before")
         pipe.send("open")
         pipe.recv()
-        real = SlabFile.write if values == "slab" else InlineValues.store
+        real = IndexWriter.insert
 
         def stop(*args: Any) -> None:
             real(*args)
             pipe.send("within a transaction")
             pipe.recv()
 
-        setattr(SlabFile if values == "slab" else InlineValues, real.__name__, stop)
+        monkeypatch.setattr(IndexWriter, "insert", stop)
         write(store, "never")
 
     with forked(write_slowly) as writer:
@@ -392,24 +394,26 @@ def test_who_finds_the_folder_taken_waits(path: Path, monkeypatch: pytest.Monkey
 # ---- a clear that is cut short --------------------------------------------------------------------
 
 
-def begin_to_clear_and_die(path: Path, steps: int) -> None:
+def begin_to_clear_and_die(path: Path, steps: int, patch: pytest.MonkeyPatch) -> None:
     """Killed after the first transaction and `steps` more."""
-    store, calls, real = open_store(path), [0], lmdb_store.evict
+    store, calls = open_store(path), [0]
 
     def die_later(*args: Any) -> Any:
         if calls[0] == steps:
             os.kill(os.getpid(), signal.SIGKILL)
         calls[0] += 1
-        return real(*args)
+        return evict(*args)
 
-    lmdb_store.evict = die_later
-    lmdb_store.MAX_CHUNK_PAGES = 7
+    patch.setattr(lmdb_store, "evict", die_later)
+    patch.setattr(lmdb_store, "MAX_CHUNK_PAGES", 7)
     store.clear()
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_clear_that_is_cut_short_is_finished(path: Path, steps: int, beside: bool) -> None:
+def test_a_clear_that_is_cut_short_is_finished(
+    path: Path, steps: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the next start, or by the next write of another process that has the store open. What is beside it stays."""
     store, other = open_store(path), open_store(path, identity=OTHER)
     assert write(store, "a", 40) == 40
@@ -417,7 +421,7 @@ def test_a_clear_that_is_cut_short_is_finished(path: Path, steps: int, beside: b
     if not beside:
         other.close()
         store.close()
-    assert exit_code(lambda: begin_to_clear_and_die(path, steps)) == -signal.SIGKILL
+    assert exit_code(lambda: begin_to_clear_and_die(path, steps, monkeypatch)) == -signal.SIGKILL
     if not beside:
         store, other = open_store(path), open_store(path, identity=OTHER)
         assert store.usage().pages == 0
@@ -439,19 +443,18 @@ def test_pages_written_after_a_clear_was_finished_by_another_stay(path: Path, mo
     store, beside = open_store(path), open_store(path, identity=OTHER)
     assert (write(store, "a", 40), write(beside, "b")) == (40, 5)
     with another(path) as other:
-        real, calls = lmdb_store.evict, []
-
-        def pause(*args: Any) -> Any:
-            calls.append(args)
-            return real(*args)
-
+        calls: list[Any] = []
         finish = store._store._finish_clear
+
+        def count(*args: Any) -> Any:
+            calls.append(args)
+            return evict(*args)
 
         def late(number: int) -> None:
             assert other.ask(("write", "new")) == 5
             finish(number)
 
-        monkeypatch.setattr(lmdb_store, "evict", pause)
+        monkeypatch.setattr(lmdb_store, "evict", count)
         monkeypatch.setattr(store._store, "_finish_clear", late)
         assert store.clear() == 40
         assert read(store, "new") == 5

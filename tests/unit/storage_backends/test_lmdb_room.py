@@ -17,7 +17,7 @@ from hicache.storage_backends.budget import BudgetPlan, ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_damage import used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_values import InlineValues, PageValues, SlabValues
+from hicache.storage_backends.lmdb_index import IndexWriter
 from hicache.storage_backends.slab import SlabFile
 from hicache.testing.audit import audit, disk_bytes
 from hicache.testing.processes import forked
@@ -176,10 +176,9 @@ def test_a_batch_that_does_not_fit_into_the_map_leaves_nothing(
     """MapFull in the middle of it, and no way to enlarge the map: what is there stays. Later it is written."""
     store = open_store(path, values)
     write(store, "a")
-    owner: type[PageValues] = SlabValues if values == "slab" else InlineValues
     with monkeypatch.context() as patch:
         patch.setattr(lmdb_transactions, "MAX_SETBACKS", 0)
-        patch.setattr(owner, "store", _raising_after(owner.store, lmdb.MapFullError("MDB_MAP_FULL")))
+        patch.setattr(IndexWriter, "insert", full_after(IndexWriter.insert, times=1000))
         with pytest.raises(StoreUnavailableError, match="map is full") as raised:
             write(store, "b")
         assert raised.value.reason == "map_full"
@@ -192,30 +191,25 @@ def test_a_batch_that_does_not_fit_into_the_map_leaves_nothing(
     store.close()
 
 
-def _raising_after(real: Any, error: Exception) -> Any:
+def full_after(real: Any, times: int) -> Any:
+    """Raises so many times, with everything done already."""
+    left = [times]
+
     def call(*args: Any) -> None:
         real(*args)
-        raise error
+        left[0] -= 1
+        if left[0] >= 0:
+            raise lmdb.MapFullError("MDB_MAP_FULL")
 
     return call
 
 
 def test_a_batch_that_met_a_full_map_once_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first try is undone, with the slots that it had taken."""
-    store, failures = open_store(path), []
-    real = SlabValues.store
-
-    def fail_once(self: SlabValues, *args: Any) -> list[int]:
-        locations = real(self, *args)
-        if not failures:
-            failures.append(locations)
-            raise lmdb.MapFullError("MDB_MAP_FULL")
-        return locations
-
-    monkeypatch.setattr(SlabValues, "store", fail_once)
+    store = open_store(path)
+    monkeypatch.setattr(IndexWriter, "insert", full_after(IndexWriter.insert, times=1))
     write(store, "a")
     assert read(store, "a") == 32
-    assert failures
     assert store._store.view(lambda view: view.state()).setbacks == 0, "a second try was enough"
     audit(store)
     store.close()

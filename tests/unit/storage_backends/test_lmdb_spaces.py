@@ -16,7 +16,8 @@ from hicache.layout import KVLayout
 from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.budget import ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
-from hicache.storage_backends.lmdb_values import SLAB_FILE, InlineValues, SlabValues
+from hicache.storage_backends.lmdb_index import IndexWriter
+from hicache.storage_backends.lmdb_open import SLAB_FILE
 from hicache.storage_backends.slab import SlabFile
 from hicache.testing.audit import audit, disk_bytes
 from hicache.testing.storage import IDENTITY, blank_pages, chain, content, read_checked, run_of
@@ -226,8 +227,13 @@ def test_a_batch_is_an_eighth_of_the_budget_whoever_opened_the_store(
 ) -> None:
     """Also where it was begun for smaller pages."""
     batches: list[int] = []
-    for owner in (SlabValues, InlineValues):
-        monkeypatch.setattr(owner, "store", _noting(owner.store, batches))
+    insert = IndexWriter.insert
+
+    def note(index: IndexWriter, number: int, pages: Any, *rest: Any) -> None:
+        batches.append(len(pages))
+        insert(index, number, pages, *rest)
+
+    monkeypatch.setattr(IndexWriter, "insert", note)
     narrow, wide = open_store(path, values=values), open_store(path, WIDE, values)
     long = run_of(WIDE.layout, chain("a", 200))
     assert 0 < wide.write([long])[0] < 200
@@ -236,29 +242,20 @@ def test_a_batch_is_an_eighth_of_the_budget_whoever_opened_the_store(
     wide.close()
 
 
-def _noting(real: Any, batches: list[int]) -> Any:
-    def store(self: Any, index: Any, pages: Any) -> Any:
-        batches.append(len(pages))
-        return real(self, index, pages)
-
-    return store
-
-
 def test_a_failed_batch_gives_no_slot_two_owners(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails after slots were taken, and after blocks went from one slab to another."""
     narrow, wide = open_store(path), open_store(path, WIDE)
     for number in range(14):
         narrow.write([run_of(LAYOUT, chain(f"{number}", 50))])
-    store_values, failures = SlabValues.store, []
+    insert, left = IndexWriter.insert, [5]
 
-    def fail_late(self: SlabValues, *args: Any) -> Any:
-        result = store_values(self, *args)
-        if len(failures) < 5:
-            failures.append(result)
+    def fail_late(*args: Any) -> None:
+        insert(*args)
+        left[0] -= 1
+        if left[0] >= 0:
             raise ZeroDivisionError
-        return result
 
-    monkeypatch.setattr(SlabValues, "store", fail_late)
+    monkeypatch.setattr(IndexWriter, "insert", fail_late)
     for number in range(20):
         try:
             wide.write([run_of(WIDE.layout, chain(f"wide {number}", 8))])
@@ -266,7 +263,7 @@ def test_a_failed_batch_gives_no_slot_two_owners(path: Path, monkeypatch: pytest
             assert wide.contains_prefix(chain(f"wide {number}", 8)) == 0
         audit(wide)
         assert disk_bytes(path) <= BUDGET
-    assert len(failures) == 5
+    assert left[0] < 0
     for number in range(14):
         read_checked(narrow, LAYOUT, chain(f"{number}", 50))
     assert narrow.damaged_pages == wide.damaged_pages == 0
