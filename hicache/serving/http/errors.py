@@ -21,6 +21,8 @@ class ApiError(HiCacheError):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status in (408, 413):  # the rest of the body is not wanted
+            return {"connection": "close"}
         return {"retry-after": str(RETRY_SECONDS)} if self.status == 503 else {}
 
     def body(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from hicache.serving.tokenizer import Tokenizer, decode
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 1024
+TOKEN_BYTES = 256
+"""No token stands for more text, so text far beyond the limit needs no tokenizer to be refused."""
+
 _SEEDS = 1 << 64
 
 
@@ -109,6 +112,8 @@ class Prompts:
 
     def _cut(self, text: str, body: RequestBody, param: str, special: bool) -> Prompt:
         tokenizer, key = self._tokenizer(param), session_of(body)
+        if (least := len(text) // TOKEN_BYTES) > self._served.max_tokens:
+            raise self._too_long(f"this is more than {least}", param)
         said = self._sessions.recall(key, text) if key is not None else None
         if said is None:
             return Prompt(text, tokenizer.encode(text, special))
@@ -122,14 +127,14 @@ class Prompts:
     def _answer_tokens(self, prompt: int, asked: int | None, default: int, chat: bool) -> int:
         room = self._served.max_tokens - prompt
         if room < (asked or 1):
-            total = f"{prompt} in the {'messages' if chat else 'prompt'}, {asked or 1} for the answer"
-            raise refused(
-                f"the longest prompt with its answer is {self._served.max_tokens} tokens here, "
-                f"and this is {prompt + (asked or 1)} ({total}): send less or ask for less",
-                "messages" if chat else "prompt",
-                "context_length_exceeded",
-            )
+            param = "messages" if chat else "prompt"
+            total = f"{prompt} in the {param}, {asked or 1} for the answer"
+            raise self._too_long(f"this is {prompt + (asked or 1)} ({total})", param)
         return asked if asked is not None else min(default, room)
+
+    def _too_long(self, found: str, param: str) -> ApiError:
+        longest = f"the longest prompt with its answer is {self._served.max_tokens} tokens here"
+        return refused(f"{longest}, and {found}: send less or ask for less", param, "context_length_exceeded")
 
 
 def session_of(body: RequestBody) -> SessionKey | None:

@@ -164,4 +164,4 @@ def running(tiers: CacheConfig | None = None, options: ServiceOptions | None = N
         server = Running(service)
         yield server
         service.stop()
-        server.stop()
+        assert server.stop()

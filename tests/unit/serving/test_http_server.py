@@ -14,9 +14,9 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from http_servers import Running, cached, config, events, messages, running
-from serving_engines import PAGE as TINY_PAGE
-from serving_engines import TINY, tiny_model
+from serving_engines import PAGE, TINY, tiny_model
 
+from hicache.serving.http import app
 from hicache.serving.http.service import ServiceOptions
 from hicache.serving.outputs import GenerationRequest
 from hicache.serving.scheduler import SchedulerOptions
@@ -173,8 +173,8 @@ def test_a_session_goes_on_with_the_tokens_of_the_answer(server: Running) -> Non
         return cached(server.chat(STORY, first, "And then?", max_tokens=4, **fields))
 
     alone, together = second_turn(cache_salt="x"), second_turn(cache_salt="y", session_id="s")
-    assert alone // TINY_PAGE == (len(STORY) + 1) // TINY_PAGE
-    assert together >= len(STORY) + 40 - TINY_PAGE
+    assert alone // PAGE == (len(STORY) + 1) // PAGE
+    assert together >= len(STORY) + 40 - PAGE
 
 
 def test_a_session_that_says_something_else_begins_anew(server: Running) -> None:
@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[str, Any, int, str | None, str | None]] = {
     "stream options": (COMPLETION, {"prompt": "a", "stream_options": {}}, 400, "stream_options", None),
     "unknown model": (COMPLETION, {"prompt": "a", "model": "gpt"}, 404, "model", "model_not_found"),
     "long prompt": (COMPLETION, {"prompt": "a" * 2000}, 400, "prompt", "context_length_exceeded"),
+    "endless prompt": (COMPLETION, {"prompt": "a" * 1_000_000}, 400, "prompt", "context_length_exceeded"),
     "long chat": (CHAT, {"messages": messages("a" * 2000)}, 400, "messages", "context_length_exceeded"),
     "long answer": (COMPLETION, {"prompt": "a", "max_tokens": 5000}, 400, "prompt", "context_length_exceeded"),
     "session of two": (COMPLETION, {"prompt": ["a", "b"], "session_id": "s"}, 400, "session_id", None),
@@ -288,6 +289,17 @@ def test_a_client_that_goes_before_its_body_has_come(server: Running) -> None:
     assert server.complete("still there")["choices"]
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.01)
+    connection = server.connect()
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-length", "100")
+    connection.endheaders(b'{"prompt"')
+    response = connection.getresponse()
+    assert (response.status, response.getheader("connection")) == (408, "close")
+    assert json.load(response)["error"]["code"] == "timeout"
+
+
 # ---- many clients -------------------------------------------------------------------------------
 
 
@@ -330,12 +342,12 @@ def test_a_stream_is_finished_within_the_grace(tmp_path: Path) -> None:
         assert server.ended() and server.settle() == {"length": 1}
     with running(config(disk=tmp_path / "store")) as server:
         tiers = server.complete(STORY)["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
-        assert tiers["storage"] >= len(STORY) // TINY_PAGE * TINY_PAGE - TINY_PAGE
+        assert tiers["storage"] >= len(STORY) // PAGE * PAGE - PAGE
 
 
-def test_without_grace_a_stream_ends_with_an_error() -> None:
+def test_without_grace_a_stream_ends_with_an_error_and_the_disk_has_what_was_computed(tmp_path: Path) -> None:
     body = {"prompt": STORY, "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
-    with running() as server:
+    with running(config(disk=tmp_path / "store")) as server:
         found = events(server.post(COMPLETION, body))
         next(found)
         server.service.stop()
@@ -343,6 +355,8 @@ def test_without_grace_a_stream_ends_with_an_error() -> None:
         *_, last, done = found
         assert last["error"]["code"] == "shutting_down" and done == "[DONE]"  # type: ignore[index]
         assert server.ended() and server.settle() == {"abort": 1}
+    with running(config(disk=tmp_path / "store")) as server:
+        assert cached(server.complete(STORY)) >= len(STORY) // PAGE * PAGE - PAGE
 
 
 def test_who_waits_at_the_end_gets_a_503() -> None:
