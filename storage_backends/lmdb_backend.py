@@ -26,6 +26,9 @@ Eviction: TypeAlias = Literal["lru", "slru", "fifo"]
 READ_ATTEMPTS = 3
 """A read that met a page being replaced goes on from there, this often."""
 
+NOTES_PER_TTL = 8
+"""How often within a TTL uses are written down where nothing else is written: ages are exact to a quarter of it."""
+
 DECODE_PAGES = 16
 """Encoded pages that are read at a time: their scratch memory is kept by each thread."""
 
@@ -77,7 +80,8 @@ class LmdbBackend(StorageBackend):
         self._scratch = threading.local()
         self._damaged_pages = 0
         self._closed = False
-        self._expires = ttl > 0
+        self._ttl = ttl
+        self._clock = clock
         self._store = open_store(Path(path), BudgetPlan(values, budget_bytes, cost), durability, clock)
         rules = Space(policy=POLICIES.index(eviction), ttl_us=int(ttl * 1e6), quota=quota_bytes)
         try:
@@ -116,7 +120,7 @@ class LmdbBackend(StorageBackend):
         for run in runs:
             check_buffers(self._layout, run.keys, run.buffers)
         self._expire()
-        return self._store.write(self._number, runs, self._encode, self._recent.take())
+        return self._store.write(self._number, runs, self._encode, self._take_notes())
 
     def delete(self, keys: Sequence[bytes]) -> int:
         self._check_open()
@@ -139,7 +143,7 @@ class LmdbBackend(StorageBackend):
         if self._closed or self._store.foreign:
             return
         self._closed = True
-        self._store.touch_at_close(self._recent.take())
+        self._store.touch_at_close(self._take_notes())
         close_store(self._store)
 
     def flip_byte(self, key: bytes) -> bool:
@@ -195,8 +199,13 @@ class LmdbBackend(StorageBackend):
         return removed > 0 or not self._store.leading(self._number, [key])
 
     def _note(self, keys: Sequence[bytes], count: int) -> None:
-        if self._recent.note(keys, count) >= FLUSH_AT:
-            self._store.touch(self._recent.take())
+        self._recent.note(keys, count, self._clock())
+        if len(self._recent) >= FLUSH_AT:
+            self._store.touch(self._take_notes())
+
+    def _take_notes(self) -> list[bytes]:
+        """Pages to be stamped with the present time: of those that may expire, none that was used long before."""
+        return self._recent.take(self._clock() - 2 * self._ttl / NOTES_PER_TTL if self._ttl else 0.0)
 
     # ---- writing ------------------------------------------------------------------------------
 
@@ -217,8 +226,12 @@ class LmdbBackend(StorageBackend):
         return [self._scratch.arena[start : start + size] for start in range(0, count * size, size)]
 
     def _expire(self) -> None:
-        if self._expires:
-            self._store.expire(self._number)
+        """Remove what has not been used for too long; first write down what has been used, if that is due."""
+        if not self._ttl:
+            return
+        if self._recent.older_than(self._clock() - self._ttl / NOTES_PER_TTL):
+            self._store.touch(self._take_notes())
+        self._store.expire(self._number)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,18 +13,28 @@ FLUSH_AT = 2048
 
 
 class RecentKeys:
-    """Keys in the order of their use. Safe to use from several threads."""
+    """Keys in the order of their use, with its time in seconds. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._keys: deque[bytes] = deque(maxlen=MAX_NOTED)
+        self._notes: deque[tuple[float, bytes]] = deque(maxlen=MAX_NOTED)
 
-    def note(self, keys: Sequence[bytes], count: int) -> int:
-        """The first `count` pages of a chain were used: noting the deepest is enough. Returns the number of notes."""
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def note(self, keys: Sequence[bytes], count: int, now: float = 0.0) -> None:
+        """The first `count` pages of a chain were used: noting the deepest is enough."""
         if count:
-            self._keys.append(keys[count - 1])
-        return len(self._keys)
+            self._notes.append((now, keys[count - 1]))
 
-    def take(self) -> list[bytes]:
-        """Each noted key once, the most recently used last; nothing is noted any more."""
-        keys = [self._keys.popleft() for _ in range(len(self._keys))]
-        return list(dict.fromkeys(reversed(keys)))[::-1]
+    def older_than(self, time: float) -> bool:
+        """Is there a note from before that time?"""
+        try:
+            return self._notes[0][0] < time
+        except IndexError:
+            return False
+
+    def take(self, since: float = 0.0) -> list[bytes]:
+        """Each key noted at that time or later once, the most recently used last; nothing is noted any more."""
+        notes = [self._notes.popleft() for _ in range(len(self._notes))]
+        recent = [key for time, key in notes if time >= since]
+        return list(dict.fromkeys(reversed(recent)))[::-1]

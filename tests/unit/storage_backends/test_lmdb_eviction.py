@@ -189,8 +189,9 @@ def test_pages_that_are_not_used_in_time_are_gone(path: Path, eviction: str) -> 
     write(store, "unused")
     clock.now += 40
     assert read(store, "used") == 5
-    store._store.touch(store._recent.take())
-    clock.now += 40
+    clock.now += 10
+    assert read(store, "used") == 5, "and its use is written down, although nothing else is"
+    clock.now += 30
     assert store.contains_prefix(chain("unused", 5)) == read(store, "unused") == 0
     assert read(store, "used") == 5, "with all of its chain, of which only the end was stamped"
     assert (store.usage().pages, store.usage().evicted_pages) == (5, 5)
@@ -225,6 +226,17 @@ def test_a_page_lives_as_long_as_what_is_below_it(path: Path) -> None:
     assert store.contains_prefix(keys) == 6
     clock.now += 30
     assert store.contains_prefix(keys) == store.usage().pages == 0
+    store.close()
+
+
+def test_a_use_that_was_not_written_down_in_time_does_not_bring_a_page_back(path: Path) -> None:
+    clock = Clock()
+    store = open_store(path, ttl=60, clock=clock)
+    write(store, "a")
+    clock.now += 40
+    assert read(store, "a") == 5
+    clock.now += 61
+    assert read(store, "a") == store.usage().pages == 0
     store.close()
 
 

@@ -7,7 +7,8 @@ def test_the_last_use_counts_and_is_taken_once() -> None:
     recent = RecentKeys()
     for key in (b"a", b"b", b"a", b"c"):
         recent.note([b"above", key], 2)
-    assert recent.note([b"d"], 0) == 4, "nothing was used"
+    recent.note([b"d"], 0)
+    assert len(recent) == 4, "nothing was used"
     assert recent.take() == [b"b", b"a", b"c"]
     assert recent.take() == []
 
@@ -18,3 +19,14 @@ def test_the_oldest_notes_are_forgotten() -> None:
     for key in keys:
         recent.note([key], 1)
     assert recent.take() == keys[3:]
+
+
+def test_notes_have_their_time() -> None:
+    recent = RecentKeys()
+    assert not recent.older_than(5.0)
+    for now, key in ((1.0, b"a"), (2.0, b"b"), (3.0, b"c")):
+        recent.note([key], 1, now)
+    assert recent.older_than(2.0)
+    assert not recent.older_than(1.0)
+    assert recent.take(since=2.0) == [b"b", b"c"]
+    assert len(recent) == 0
