@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -158,7 +159,11 @@ class StoreFolder:
 
 def _is_own(name: str) -> bool:
     files = (DATA_FILE, "lock.mdb", LOCK_FILE, SESSION_FILE, MARK_FILE, REWRITTEN, "lost+found")
-    return name in files or name.startswith(SLAB_FILE)
+    return name in files or name == SLAB_FILE or is_slab(name)  # "slab": of the first format
+
+
+def is_slab(name: str) -> bool:
+    return re.fullmatch(rf"{SLAB_FILE}-\d+", name) is not None
 
 
 def _boot_id() -> str:

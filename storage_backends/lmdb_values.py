@@ -19,7 +19,7 @@ from hicache.errors import StoreCorruptError
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
-from hicache.storage_backends.lmdb_open import SLAB_FILE
+from hicache.storage_backends.lmdb_open import SLAB_FILE, is_slab
 from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ALL_SLOTS, ExtentSet
 from hicache.storage_backends.slab import SlabFile
@@ -199,7 +199,7 @@ class SlabValues(PageValues):
     def recover(self, index: IndexWriter) -> None:
         """Slots that a crash left without a reference are in the index's sets already; their blocks go back."""
         known = index.slabs()
-        for path in self._folder.glob(f"{SLAB_FILE}-*"):
+        for path in self._slab_files():
             if path.name not in {_file_name(slot_bytes) for slot_bytes in known}:
                 path.unlink()  # of a transaction that was not committed
         for slot_bytes in known:
@@ -224,7 +224,7 @@ class SlabValues(PageValues):
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(path.stat().st_blocks * 512 for path in self._folder.glob(f"{SLAB_FILE}-*"))
+        return sum(path.stat().st_blocks * 512 for path in self._slab_files())
 
     def sync(self) -> None:
         for slab in list(self._slabs.values()):
@@ -235,6 +235,9 @@ class SlabValues(PageValues):
         for slab in self._slabs.values():
             slab.close()
         self._slabs.clear()
+
+    def _slab_files(self) -> list[Path]:
+        return [path for path in self._folder.iterdir() if is_slab(path.name)]
 
     # ---- slots --------------------------------------------------------------------------------
 

@@ -1,88 +1,69 @@
-"""`hicache demo`: long chats through three tiers far too small for them, every byte checked, and a restart."""
+"""`hicache demo`: chats served without cache, through tiers far too small for them, and again after a restart."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from hicache.cli.wiring import Outcome, check_pages
-from hicache.cli.wiring import replay as run_replay
-from hicache.config import CacheConfig, config_from_mapping
+from hicache.cli.progress import interruptible
+from hicache.config.units import format_bytes
 from hicache.errors import ConfigError, IntegrityError
-from hicache.sim.driver import ReplayOptions
-from hicache.sim.generator import ChatWorkload, generate
-from hicache.sim.report import format_bytes, to_json, to_table
-from hicache.sim.result import ReplayResult
-from hicache.sim.workload import TraceRequest
 
-WORKLOAD = ChatWorkload(conversations=128, tool_tokens=2048, context_tokens=8192, start_gap_ms=500.0, think_ms=20_000.0)
-RESTART_REQUESTS = 60
-"""The last requests of the workload, replayed after the restart: what was used last is kept longest."""
+if TYPE_CHECKING:
+    from hicache.serving.demo import DemoOptions, DemoResult, Pass, Timing, Turn
+    from hicache.serving.loaded import LoadedModel
 
-DEVICE_TOKENS, HOST_TOKENS, STORAGE_TOKENS = 24_576, 40_960, 262_144
-PAGE_SIZE = 16
+EMBEDDED = "random"
+"""The model without `--model`: made up from a seed, and nothing to install."""
 
-
-@dataclass(frozen=True)
-class Demo:
-    """Both replays, and what each has to show for the demo to succeed."""
-
-    first: Outcome
-    restart: Outcome
-
-    @property
-    def failures(self) -> list[str]:
-        """Tiers that served nothing; empty if all did."""
-        idle = [f"{tier} served no hits" for tier, tokens in self.first.result.hit_tokens.items() if not tokens]
-        if not self.restart.result.hit_tokens["storage"]:
-            idle.append("storage served no hits after the restart")
-        return idle
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "replay": to_json(self.first.result),
-            "restart": {"open_seconds": round(self.restart.open_seconds, 3), **to_json(self.restart.result)},
-            "failures": self.failures,
-        }
+SOURCES = {"recompute": "recompute", "device": "device hit", "host": "host hit", "storage": "disk hit"}
+MODES = {
+    "exact": "exact mode: every token gives the same bits however it is computed",
+    "fast": "fast mode: the last bits of logits may differ, tokens must not",
+}
 
 
 def demo(
+    model: Annotated[
+        str, typer.Option("--model", metavar="SPEC", help="As for serve; with smollm2 a chat that makes sense.")
+    ] = EMBEDDED,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the store in DIR, a new folder.", show_default=False)
     ] = None,
 ) -> None:
-    """Watch long chats go through device, host and disk tiers far too small for them. Takes half a minute."""
-    console = Console(quiet=as_json)
-    progress = Console(stderr=True)
-    trace = generate(WORKLOAD)
+    """Serve chats without cache, through tiers far too small for them, and after a restart. Takes half a minute.
+
+    Exits with 1 if an answer differs or a tier served nothing.
+    """
+    from hicache.serving.demo import options_for, run_demo
+    from hicache.serving.weights import load_model
+
+    console = Console(quiet=as_json, highlight=False)
+    options = options_for(model)
     with _folder(keep) as folder:
-        config = _config(folder / "store")
-        console.print(_introduction(config, trace), "", sep="\n", highlight=False)
-        options = ReplayOptions(verify=True)
-        first = run_replay(config, trace, options, progress)
-        console.print(to_table(first.result, verified=True), "")
-        result = Demo(first, run_replay(config, trace[-RESTART_REQUESTS:], options, progress))
+        loaded = load_model(model)
+        console.print(_introduction(loaded, options), "", sep="\n")
+        with _progress_bar() as progress:
+            result = run_demo(loaded, options, folder, progress)
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
-    console.print(_restart_line(result.restart), highlight=False)
-    _conclude(result, console)
-
-
-def _conclude(result: Demo, console: Console) -> None:
-    check_pages(result.first.result)
-    check_pages(result.restart.result)
+    if model.partition(":")[0] != EMBEDDED:
+        _print_chats(result, console)
+    console.print(_timing_table(result), "", _token_table(result), "", sep="\n")
     if result.failures:
         raise IntegrityError("; ".join(result.failures))
-    console.print("[bold green]Device, host and disk each served hits, and every byte was right.[/]", highlight=False)
+    console.print(f"[bold green]{_conclusion(result, options)}[/]")
 
 
 @contextmanager
@@ -100,32 +81,111 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
-def _config(store: Path) -> CacheConfig:
-    """A made-up model of 2 layers, 512 bytes a token, as the workload is what counts here."""
-    prefetch = {"policy": "wait_complete", "deadline": "2s"}
-    tiers: list[dict[str, object]] = [
-        {"tier": "device", "device": "cpu", "size": f"{DEVICE_TOKENS} tokens"},
-        {"tier": "host", "size": f"{HOST_TOKENS} tokens", "eviction": "slru"},
-        {"tier": "storage", "path": str(store), "size": f"{STORAGE_TOKENS} tokens", "prefetch": prefetch},
-    ]
-    model = {"name": "example/demo", "layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": "float16"}
-    return config_from_mapping({"model": model, "page_size": PAGE_SIZE, "poison": True, "tiers": tiers}, source="demo")
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar of turns on a terminal, nothing elsewhere. Ctrl-C takes effect after a turn."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TextColumn("turns"))
+    terminal = console.is_terminal
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=console, disable=not terminal, transient=True) as bar,
+        interruptible() as check,
+    ):
+        task = bar.add_task("no cache", total=None)
+
+        def show(name: str, done: int, total: int) -> None:
+            check()
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield show
 
 
-def _introduction(config: CacheConfig, trace: list[TraceRequest]) -> str:
-    tokens = sum(request.prompt_len for request in trace)
+# ---- what is printed ----------------------------------------------------------------------------
+
+
+def _introduction(loaded: LoadedModel, options: DemoOptions) -> str:
+    geometry, chats = loaded.geometry, options.script.questions
+    size = format_bytes(geometry.layout(options.page_size).token_bytes)
     return (
-        f"{len(trace):,} requests of {WORKLOAD.conversations} long chats and agents ask for {tokens:,} prompt tokens.\n"
-        f"Their KV goes through a device of {DEVICE_TOKENS:,} tokens, a host of {HOST_TOKENS:,} and a disk of "
-        f"{STORAGE_TOKENS:,} ({format_bytes(config.layout().token_bytes)} each).\n"
-        "Every byte of every hit is checked, and freed pages are poisoned. Then the cache restarts on the same disk."
+        f"{len(chats)} chats of {len(chats[0])} turns, served three times: without cache, through tiers far too small "
+        "for them, and again after a restart from disk.\n"
+        f"Model {escape(loaded.name)}: {geometry.layers} layers, {geometry.dtype}, {size} of KV a token, "
+        f"{MODES[options.mode]}.\n"
+        f"Tiers in tokens: device {options.device_tokens:,}, host {options.host_tokens:,}, "
+        f"disk {options.disk_tokens:,}. One request at a time."
     )
 
 
-def _restart_line(restart: Outcome) -> str:
-    result: ReplayResult = restart.result
+def _print_chats(result: DemoResult, console: Console) -> None:
+    """Every chat as its user saw it in the second pass, with what each turn took."""
+    for number in sorted({turn.conversation for turn in result.warm.turns}):
+        console.rule(f"chat {number + 1}", align="left")
+        for turn, plain in zip(result.warm.turns, result.plain.turns):
+            if turn.conversation == number:
+                console.print(f"[bold cyan]user[/]       {escape(turn.question)}")
+                console.print(f"[bold magenta]assistant[/]  {escape(turn.answer.strip())}")
+                console.print(f"[dim]           {_turn_line(turn, plain)}[/]\n")
+
+
+def _turn_line(turn: Turn, plain: Turn) -> str:
+    cached = turn.metrics.cached_tokens
+    tiers = ", ".join(f"{SOURCES[tier].split()[0]} {count:,}" for tier, count in cached.items() if count)
     return (
-        f"Restarted with nothing in memory: opened in {restart.open_seconds:.2f} s, then {result.requests} requests "
-        f"read {result.hit_tokens['storage']:,} tokens from disk and hit {result.hit_rate:.0%} of what they asked for, "
-        f"wrong pages = {result.wrong_pages}."
+        f"{sum(cached.values()):,} of {turn.metrics.prompt_tokens:,} tokens cached{f' ({tiers})' if tiers else ''}, "
+        f"first token after {_ms(turn.ttft)}, {_ms(plain.ttft)} without cache"
     )
+
+
+def _timing_table(result: DemoResult) -> Table:
+    table = _table("time to first token", "turns", "prompt", "TTFT", "without cache", "ratio")
+    for served in (result.plain, result.warm, result.restart):
+        table.add_row(f"[bold]{served.name}[/]")
+        for timing in result.timings(served):
+            table.add_row(*_timing_row(timing, served is result.plain))
+    table.caption = "medians; a turn counts where most of its prompt came from; beside, the same turns without cache"
+    return table
+
+
+def _timing_row(timing: Timing, plain: bool) -> list[str]:
+    row = [f"  {SOURCES[timing.source]}", f"{timing.turns:,}", f"{timing.prompt:,} tokens", _ms(timing.ttft)]
+    return row if plain else [*row, _ms(timing.plain), f"{timing.ratio:.1f}×"]
+
+
+def _token_table(result: DemoResult) -> Table:
+    headings = ("prompts", "from device", "from host", "from disk", "reused", "computed", "time")
+    table = _table("tokens", *headings)
+    for served in (result.plain, result.warm, result.restart):
+        table.add_row(*_token_row(served))
+    table.caption = (
+        "computed: with the answers, but for the last token of each; "
+        f"the restart opened the store in {_ms(result.restart.open_seconds)}"
+    )
+    return table
+
+
+def _token_row(served: Pass) -> list[str]:
+    sums = served.sums()
+    reused = [sums[tier] for tier in ("device", "host", "storage")]
+    counts = [f"{count:,}" for count in (sums["prompt"], *reused)]
+    share = f"{sum(reused) / sums['prompt']:.0%}"
+    return [served.name, *counts, share, f"{sums['computed']:,}", f"{served.seconds:.1f} s"]
+
+
+def _conclusion(result: DemoResult, options: DemoOptions) -> str:
+    tokens = result.plain.sums()["output"]
+    bits = " and so is every logit, bit for bit" if options.mode == "exact" else ""
+    return (
+        f"All {len(result.plain.turns)} answers, {tokens:,} tokens, are the same all three times{',' if bits else '.'}"
+        f"{bits}{'.' if bits else ''}\nDevice, host and disk each served hits, and every page is accounted for."
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title, box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
