@@ -28,8 +28,8 @@ EMBEDDED = "random"
 
 SOURCES = {"recompute": "recompute", "device": "device hit", "host": "host hit", "storage": "disk hit"}
 MODES = {
-    "exact": "exact mode: every token gives the same bits however it is computed",
-    "fast": "fast mode: the last bits of logits may differ, tokens must not",
+    "exact": "Exact mode: a token gives the same bits however it is computed.",
+    "fast": "Fast mode: the last bits of logits may differ, tokens must not.",
 }
 
 
@@ -107,12 +107,12 @@ def _introduction(loaded: LoadedModel, options: DemoOptions) -> str:
     geometry, chats = loaded.geometry, options.script.questions
     size = format_bytes(geometry.layout(options.page_size).token_bytes)
     return (
-        f"{len(chats)} chats of {len(chats[0])} turns, served three times: without cache, through tiers far too small "
-        "for them, and again after a restart from disk.\n"
-        f"Model {escape(loaded.name)}: {geometry.layers} layers, {geometry.dtype}, {size} of KV a token, "
-        f"{MODES[options.mode]}.\n"
+        f"{len(chats)} chats of {len(chats[0])} turns, served three times: without cache, through tiers\n"
+        "far too small for them, and again after a restart from disk. One request at a time.\n"
+        f"Model {escape(loaded.name)}: {geometry.layers} layers, {geometry.dtype}, {size} of KV a token.\n"
+        f"{MODES[options.mode]}\n"
         f"Tiers in tokens: device {options.device_tokens:,}, host {options.host_tokens:,}, "
-        f"disk {options.disk_tokens:,}. One request at a time."
+        f"disk {options.disk_tokens:,}."
     )
 
 
@@ -142,7 +142,7 @@ def _timing_table(result: DemoResult) -> Table:
         table.add_row(f"[bold]{served.name}[/]")
         for timing in result.timings(served):
             table.add_row(*_timing_row(timing, served is result.plain))
-    table.caption = "medians; a turn counts where most of its prompt came from; beside, the same turns without cache"
+    table.caption = "medians; a turn counts where most of its prompt came from"
     return table
 
 
@@ -152,14 +152,10 @@ def _timing_row(timing: Timing, plain: bool) -> list[str]:
 
 
 def _token_table(result: DemoResult) -> Table:
-    headings = ("prompts", "from device", "from host", "from disk", "reused", "computed", "time")
-    table = _table("tokens", *headings)
+    table = _table("tokens", "prompts", "device", "host", "disk", "reused", "computed", "time")
     for served in (result.plain, result.warm, result.restart):
         table.add_row(*_token_row(served))
-    table.caption = (
-        "computed: with the answers, but for the last token of each; "
-        f"the restart opened the store in {_ms(result.restart.open_seconds)}"
-    )
+    table.caption = f"the restart opened the store in {_ms(result.restart.open_seconds)}"
     return table
 
 
@@ -173,17 +169,16 @@ def _token_row(served: Pass) -> list[str]:
 
 def _conclusion(result: DemoResult, options: DemoOptions) -> str:
     tokens = result.plain.sums()["output"]
-    bits = " and so is every logit, bit for bit" if options.mode == "exact" else ""
-    return (
-        f"All {len(result.plain.turns)} answers, {tokens:,} tokens, are the same all three times{',' if bits else '.'}"
-        f"{bits}{'.' if bits else ''}\nDevice, host and disk each served hits, and every page is accounted for."
-    )
+    answers = f"All {len(result.plain.turns)} answers, {tokens:,} tokens, are the same all three times"
+    bits = ",\nand so is every logit, bit for bit" if options.mode == "exact" else ""
+    return f"{answers}{bits}.\nDevice, host and disk each served hits, and every page is accounted for."
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title, box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    table.add_column(title, no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
