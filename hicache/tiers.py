@@ -66,7 +66,8 @@ class Tiers:
     """Everything the scheduler thread owns.
 
     `poison` overwrites freed pages with a pattern, to catch late readers. Evictions take at least
-    `fragment_tokens` tokens of a node, so that long nodes are not shredded into single pages.
+    `fragment_tokens` tokens of a node, so that long nodes are not shredded into single pages. `eviction` are the
+    names of the policies by tier, for reports.
     """
 
     identity: StoreIdentity
@@ -77,6 +78,7 @@ class Tiers:
     storage: StorageTier | None = None
     poison: bool = False
     fragment_tokens: int = 512
+    eviction: dict[str, str] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     request_pages: int = 0  # device pages handed out by the cache and not (yet) the tree's
     staged_host_pages: int = 0  # host pages of prefetches, not in the tree yet

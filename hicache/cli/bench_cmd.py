@@ -1,4 +1,4 @@
-"""`hicache bench tree|copy|storage|stall`: measure on this machine, with the figures aimed at beside."""
+"""`hicache bench tree|copy|storage|stall|serving`: measure on this machine, with the figures aimed at beside."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ app = typer.Typer(help="Measure parts of the cache on this machine.", no_args_is
 
 COPY_TARGET, COPY_TARGET_BYTES = 0.8, 64 << 10
 STORAGE_TARGET, STORAGE_CPU_TARGET = 0.8, 0.3
+THROUGHPUT_TARGET = 0.98
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run to see that it works; its figures mean little.")]
@@ -91,6 +92,31 @@ def stall(
     from hicache.bench.stall import run
 
     _report(_watched(lambda progress: run(folder, backend, quick, progress)), as_json, _stall_table)
+
+
+@app.command()
+def serving(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    folder: Folder = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="SPEC", help="As for serve (default: a made-up one).", show_default=False),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, help="Threads that compute (default: half the cores).", show_default=False),
+    ] = None,
+) -> None:
+    """Time to first token of a prefix of 2,000 tokens: recomputed, and from device, host and disk.
+
+    Beside, what bytes and flops allow. And the throughput with the cache on but without reuse, to that without cache.
+    """
+    from hicache.bench.serving import MODEL, QUICK, Sizes, run
+
+    place = folder if folder is not None else Path(tempfile.gettempdir())
+    sizes = QUICK if quick else Sizes()
+    _report(_watched(lambda progress: run(place, model or MODEL, sizes, threads, progress)), as_json, _serving_tables)
 
 
 def _watched(work: Callable[[Callable[[str], None]], dict[str, Any]]) -> dict[str, Any]:
@@ -210,6 +236,44 @@ def _stall_table(measured: dict[str, Any]) -> Table:
     table.caption = (
         f"{measured['backend']} wrote {measured['written_gb_per_s']:.2f} GB/s; "
         f"p99 {measured['ratio']:.2f} times that of idle, aimed at ≤ {measured['target']:g}: {_met(measured['met'])}"
+    )
+    return table
+
+
+def _serving_tables(measured: dict[str, Any]) -> RenderableType:
+    return Group(_ttft_table(measured), "", _throughput_table(measured["throughput"]))
+
+
+def _ttft_table(measured: dict[str, Any]) -> Table:
+    ttft = measured["ttft"]
+    rates = ttft["rates"]
+    table = _table("prefix from", "moved", "TTFT", "ratio", "allowed", "ratio / allowed")
+    for row in ttft["rows"]:
+        moved, took = format_bytes(row["bytes"]) if row["bytes"] else "", f"{row['ttft_ms']:,.1f} ms"
+        if "ratio" not in row:
+            table.add_row("recompute", moved, took, "", "", "")
+            continue
+        ratio, allowed = row["ratio"], row["allowed_ratio"]
+        name = "disk" if row["source"] == "storage" else row["source"]
+        table.add_row(name, moved, took, f"{ratio:.1f}", f"{allowed:.1f}", f"{ratio / allowed:.2f}")
+    table.caption = (
+        f"{ttft['prefix_tokens']:,} tokens of {format_bytes(measured['token_bytes'])}, "
+        f"then {ttft['suffix_tokens']} new ones; medians of {ttft['repeats']}\n"
+        f"prefill {rates['prefill_tokens_per_s']:,.0f} tokens/s, suffix {rates['suffix_ms']:.1f} ms, "
+        f"copy {rates['copy_gb_per_s']:.1f} GB/s, disk {rates['disk_gb_per_s']:.2f} GB/s\n"
+        f"model {measured['model']}, {measured['threads']} threads"
+    )
+    return table
+
+
+def _throughput_table(throughput: dict[str, Any]) -> Table:
+    table = _table("cache, no reuse", "throughput, of no cache", "lowest", "highest", "aimed at", "met")
+    for row in throughput["rows"]:
+        ratios = (f"{row[name]:.3f}" for name in ("ratio", "lowest", "highest"))
+        table.add_row(row["cache"], *ratios, f"≥ {THROUGHPUT_TARGET}", _met(row["ratio"] >= THROUGHPUT_TARGET))
+    table.caption = (
+        f"{throughput['requests']} requests of {throughput['prompt_tokens']} and {throughput['answer_tokens']} tokens "
+        f"a run, {throughput['off_tokens_per_s']:,.0f} tokens/s without cache; medians of {throughput['runs']} runs"
     )
     return table
 

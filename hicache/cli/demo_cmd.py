@@ -108,11 +108,11 @@ def _introduction(loaded: LoadedModel, options: DemoOptions) -> str:
     size = format_bytes(geometry.layout(options.page_size).token_bytes)
     return (
         f"{len(chats)} chats of {len(chats[0])} turns, served three times: without cache, through tiers\n"
-        "far too small for them, and again after a restart from disk. One request at a time.\n"
+        "far too small for them, and again after a restart from disk.\n"
         f"Model {escape(loaded.name)}: {geometry.layers} layers, {geometry.dtype}, {size} of KV a token.\n"
         f"{MODES[options.mode]}\n"
         f"Tiers in tokens: device {options.device_tokens:,}, host {options.host_tokens:,}, "
-        f"disk {options.disk_tokens:,}."
+        f"disk {options.disk_tokens:,}. One request at a time."
     )
 
 
@@ -122,16 +122,22 @@ def _print_chats(result: DemoResult, console: Console) -> None:
         console.rule(f"chat {number + 1}", align="left")
         for turn, plain in zip(result.warm.turns, result.plain.turns):
             if turn.conversation == number:
-                console.print(f"[bold cyan]user[/]       {escape(turn.question)}")
-                console.print(f"[bold magenta]assistant[/]  {escape(turn.answer.strip())}")
-                console.print(f"[dim]           {_turn_line(turn, plain)}[/]\n")
+                console.print(_turn_grid(turn, plain), "")
+
+
+def _turn_grid(turn: Turn, plain: Turn) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("[bold cyan]user[/]", escape(turn.question))
+    grid.add_row("[bold magenta]assistant[/]", escape(turn.answer.strip()))
+    grid.add_row("", f"[dim]{_turn_line(turn, plain)}[/]")
+    return grid
 
 
 def _turn_line(turn: Turn, plain: Turn) -> str:
     cached = turn.metrics.cached_tokens
     tiers = ", ".join(f"{SOURCES[tier].split()[0]} {count:,}" for tier, count in cached.items() if count)
     return (
-        f"{sum(cached.values()):,} of {turn.metrics.prompt_tokens:,} tokens cached{f' ({tiers})' if tiers else ''}, "
+        f"{sum(cached.values()):,} of {turn.metrics.prompt_tokens:,} tokens cached{f' ({tiers})' if tiers else ''}\n"
         f"first token after {_ms(turn.ttft)}, {_ms(plain.ttft)} without cache"
     )
 
@@ -142,7 +148,7 @@ def _timing_table(result: DemoResult) -> Table:
         table.add_row(f"[bold]{served.name}[/]")
         for timing in result.timings(served):
             table.add_row(*_timing_row(timing, served is result.plain))
-    table.caption = "medians; a turn counts where most of its prompt came from"
+    table.caption = "medians; by the slowest place that the prompt came from"
     return table
 
 

@@ -1,4 +1,4 @@
-"""What `replay` and `demo` share: a trace by name, and a replay through a cache that is closed whatever happens."""
+"""What `replay` needs: a trace by name, and a replay through a cache that is closed whatever happens."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -44,13 +44,14 @@ class Script:
     questions: tuple[tuple[str, ...], ...]
 
     def order(self, seed: int) -> list[int]:
-        """Whose turn it is: often one of the last few who spoke, else anybody."""
+        """Whose turn it is: often one of the last few who spoke, else anybody; nobody twice in a row until the end."""
         draw, left = random.Random(seed), [len(questions) for questions in self.questions]
         order: list[int] = []
         while any(left):
-            recent = [number for number in order[-_RECENT:] if left[number]]
-            others = [number for number, turns in enumerate(left) if turns]
-            order.append(draw.choice(recent if recent and draw.random() < _RETURNS else others))
+            others = [number for number, turns in enumerate(left) if turns and order[-1:] != [number]]
+            recent = [number for number in others if number in order[-_RECENT:]]
+            chosen = recent if recent and draw.random() < _RETURNS else others
+            order.append(draw.choice(chosen or order[-1:]))
             left[order[-1]] -= 1
         return order
 
@@ -83,11 +84,11 @@ class Turn:
 
     @property
     def source(self) -> str:
-        """Where most of the prompt came from: a tier, or the model."""
+        """The slowest place that the prompt came from: the model if it computed most of it, else a tier."""
         cached = self.metrics.cached_tokens
-        computed = self.metrics.prompt_tokens - sum(cached.values())
-        tokens = {RECOMPUTE: computed, **{tier: cached[tier] for tier in TIERS}}
-        return max(tokens, key=lambda name: tokens[name])
+        if 2 * sum(cached.values()) < self.metrics.prompt_tokens:
+            return RECOMPUTE
+        return max((tier for tier in TIERS if cached[tier]), key=TIERS.index)
 
     @property
     def ttft(self) -> float:
@@ -128,8 +129,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median times to the first token, in seconds, of turns whose prompt came from one place; beside, those of the
-    same turns without cache. `prompt` is the median length of their prompts in tokens."""
+    """Median times to the first token, in seconds, of turns of one source; beside, those of the same turns without
+    cache. `prompt` is the median length of their prompts in tokens."""
 
     source: str
     turns: int
@@ -152,7 +153,7 @@ class DemoResult:
     restart: Pass
 
     def timings(self, served: Pass) -> list[Timing]:
-        """One for each place that prompts of this pass came from."""
+        """One for each source of this pass."""
         timings = []
         for source in (RECOMPUTE, *TIERS):
             pairs = [pair for pair in zip(served.turns, self.plain.turns) if pair[0].source == source]
@@ -342,8 +343,8 @@ def _letters(draw: random.Random, count: int) -> str:
 
 
 ENGLISH_SCRIPT = Script(
-    "You are a friendly guide who talks to visitors of a small science museum. Answer each question in one or two "
-    "short sentences, in plain words that a child of ten understands. Do not use lists. If you are not sure, say so "
+    "You are a friendly guide who talks to visitors of a small science museum. Answer each question in one short "
+    "sentence, in plain words that a child of ten understands. Do not use lists. If you are not sure, say so "
     "and name a book or a place where the visitor can look it up. The museum has four rooms: one about the sea, one "
     "about the sky, one about animals of the forest, and one about machines. It opens at nine in the morning, and it "
     "closes at five in the afternoon. There is a café on the ground floor, and a garden with benches behind the house.",
@@ -366,24 +367,30 @@ ENGLISH_SCRIPT = Script(
             "What do we use instead of it now?",
             "When does the museum close?",
         ),
+        (
+            "Hello, do foxes live in families?",
+            "What do they eat in winter?",
+            "Can I see one in the museum?",
+            "Thank you! Is there a place to drink something?",
+        ),
     ),
 )
 
 EMBEDDED = DemoOptions(
-    made_up_script(), device_tokens=1792, host_tokens=2816, disk_tokens=24_576, answer_tokens=12, ignore_eos=True
+    made_up_script(),
+    device_tokens=1792,
+    host_tokens=2816,
+    disk_tokens=24_576,
+    answer_tokens=12,
+    ignore_eos=True,
+    seed=1,
 )
 """For `random`."""
 
-ENGLISH = DemoOptions(ENGLISH_SCRIPT, device_tokens=640, host_tokens=896, disk_tokens=4096, answer_tokens=40)
+ENGLISH = DemoOptions(ENGLISH_SCRIPT, device_tokens=384, host_tokens=432, disk_tokens=4096, answer_tokens=40, seed=5)
 """For a model that understands English."""
 
 
 def options_for(spec: str) -> DemoOptions:
     """The demo of the model that `spec` names."""
     return EMBEDDED if spec.partition(":")[0] == "random" else ENGLISH
-
-
-def smaller(options: DemoOptions, conversations: int, turns: int) -> DemoOptions:
-    """The same with the first conversations and turns only."""
-    questions = tuple(chat[:turns] for chat in options.script.questions[:conversations])
-    return replace(options, script=replace(options.script, questions=questions))

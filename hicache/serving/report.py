@@ -23,7 +23,7 @@ def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int 
     """Everything needed to run it again: model, policies, sizes (in tokens unless named otherwise), seed, commit."""
     tiers = cache.tiers
     sizes: dict[str, int | None] = {"device": tiers.device_allocator.num_pages * cache.page_size}
-    policies: dict[str, str] = {"queue": options.policy}
+    policies = {"queue": options.policy, **{f"{tier}_eviction": name for tier, name in tiers.eviction.items()}}
     if tiers.host is not None:
         sizes["host"] = tiers.host.pool.num_pages * cache.page_size
         policies["host_write"] = tiers.host.write.mode

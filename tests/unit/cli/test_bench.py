@@ -108,8 +108,40 @@ def test_stall_writes_while_it_matches(capsys: pytest.CaptureFixture[str], backe
     assert shown["ratio"] > 0
 
 
+def test_serving_compares_hits_with_what_bytes_and_flops_allow(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = measured(capsys, "serving", "--model", "random:layers=2", "--threads", "1", "--path", str(tmp_path))
+    rows = shown["ttft"]["rows"]
+    assert [row["source"] for row in rows] == ["recompute", "device", "host", "storage"]
+    assert [row["bytes"] for row in rows] == [0, 0, 256 * 1024, 2 * 256 * 1024]
+    assert all(row["ratio"] > 0 and row["allowed_ratio"] > 0 for row in rows[1:])
+    assert all(rate > 0 for rate in shown["ttft"]["rates"].values())
+    throughput = shown["throughput"]
+    assert [row["cache"] for row in throughput["rows"]] == ["device", "device and host", "device, host and disk"]
+    assert all(0 < row["lowest"] <= row["ratio"] <= row["highest"] for row in throughput["rows"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prefix_from_elsewhere_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hicache.bench import serving
+
+    monkeypatch.setattr(serving, "SOURCES", {"storage": ()})  # nothing forgets it, so it is on the device
+    assert cli.run(["bench", "serving", "--quick", "--model", "random:layers=2"]) == 1
+    assert "256 tokens should have come from storage" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("what", "heading"), [("copy", "memcpy"), ("stall", "match_prefix"), ("tree", "radix tree"), ("storage", "of raw")]
+    ("what", "heading"),
+    [
+        ("copy", "memcpy"),
+        ("stall", "match_prefix"),
+        ("tree", "radix tree"),
+        ("storage", "of raw"),
+        ("serving", "ratio / allowed"),
+    ],
 )
 def test_tables(capsys: pytest.CaptureFixture[str], what: str, heading: str) -> None:
     assert cli.run(["bench", what, "--quick"]) == 0
