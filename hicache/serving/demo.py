@@ -202,7 +202,7 @@ def run_demo(
 ) -> DemoResult:
     """Serve the script three times; the store is made in `folder`.
 
-    Raises IntegrityError if a page is lost at the end of a pass, ConfigError for a model without tokenizer.
+    Raises IntegrityError if a page is lost after a turn, ConfigError for a model without tokenizer.
     """
     return _Demo(loaded, options, folder, progress).run()
 
@@ -266,7 +266,6 @@ class _Demo:
         try:
             turns = self._talk(engine, name)
             seconds = time.perf_counter() - start
-            engine.settle()
             evidence = {**engine.report()["evidence"], "mode": self._options.mode}
         finally:
             engine.close()
@@ -290,6 +289,7 @@ class _Demo:
         request = GenerationRequest(prompt, options.answer_tokens, ignore_eos=options.ignore_eos)
         (handle,) = engine.generate([request])
         dialogue.answered(handle)
+        engine.settle()  # copies land while the user thinks, so that every run evicts the same pages
         assert handle.metrics is not None
         tokens, digest = tuple(handle.token_ids), self._digest.hexdigest()
         return Turn(conversation, question, handle.text, tokens, digest, handle.metrics)
