@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hicache.errors import HiCacheError
+from hicache.storage_backends.lmdb_opening import close_store, open_existing
+
 CONFIG = """
 model: {{name: stand-in, layers: 2, kv_heads: 1, head_dim: 8, dtype: float16}}
 page_size: 16
@@ -48,11 +51,22 @@ def test_a_killed_replay_goes_on_from_what_was_committed(tmp_path: Path) -> None
 
 
 def wait_for_pages(store: Path, running: subprocess.Popen[bytes]) -> None:
-    """Until the store has grown by some megabytes."""
-    start, until = allocated(store), time.monotonic() + 60
-    while allocated(store) < start + (4 << 20) and running.poll() is None and time.monotonic() < until:
+    """Until thousands of pages are stored, some of them by this process."""
+    before, until = committed(store)[1], time.monotonic() + 60
+    while running.poll() is None and time.monotonic() < until:
+        pages, clock = committed(store)
+        if pages >= 2000 and clock > before:
+            return
         time.sleep(0.05)
 
 
-def allocated(store: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in store.rglob("*") if path.is_file()) if store.exists() else 0
+def committed(store: Path) -> tuple[int, int]:
+    """Pages that are stored, and a number that moves with every commit; zeros before there is a store."""
+    try:
+        opened = open_existing(store)
+    except HiCacheError:
+        return 0, 0
+    try:
+        return opened.view(lambda view: (sum(space.pages for space in view.spaces().values()), view.state().clock))
+    finally:
+        close_store(opened)
