@@ -260,8 +260,9 @@ def _ttft_table(measured: dict[str, Any]) -> Table:
         f"{ttft['prefix_tokens']:,} tokens of {format_bytes(measured['token_bytes'])}, "
         f"then {ttft['suffix_tokens']} new ones; medians of {ttft['repeats']}\n"
         f"prefill {rates['prefill_tokens_per_s']:,.0f} tokens/s, suffix {rates['suffix_ms']:.1f} ms, "
+        f"threads: {measured['threads']}\n"
         f"copy {rates['copy_gb_per_s']:.1f} GB/s, disk {rates['disk_gb_per_s']:.2f} GB/s\n"
-        f"model {measured['model']}, {measured['threads']} threads"
+        f"{measured['model']}"
     )
     return table
 
@@ -273,7 +274,7 @@ def _throughput_table(throughput: dict[str, Any]) -> Table:
         table.add_row(row["cache"], *ratios, f"≥ {THROUGHPUT_TARGET}", _met(row["ratio"] >= THROUGHPUT_TARGET))
     table.caption = (
         f"{throughput['requests']} requests of {throughput['prompt_tokens']} and {throughput['answer_tokens']} tokens "
-        f"a run, {throughput['off_tokens_per_s']:,.0f} tokens/s without cache; medians of {throughput['runs']} runs"
+        f"a run; medians of {throughput['runs']}\n{throughput['off_tokens_per_s']:,.0f} tokens/s without cache"
     )
     return table
 
