@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
-from hicache.storage_backends.budget import Budget, BudgetPlan
-from hicache.storage_backends.lmdb_env import DATA_FILE, IndexEnvironment, storage_errors
+from hicache.errors import StoreCorruptError, StoreUnavailableError
+from hicache.storage_backends.budget import Budget
+from hicache.storage_backends.lmdb_env import DATA_FILE, storage_errors
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
-from hicache.storage_backends.lmdb_open import SLAB_FILE, StoreFolder
-from hicache.storage_backends.lmdb_opening import check_label
+from hicache.storage_backends.lmdb_open import StoreFolder, is_slab, slab_name
+from hicache.storage_backends.lmdb_opening import require_store, with_own_budget
 from hicache.storage_backends.lmdb_rewrite import rewrite_index
 from hicache.storage_backends.lmdb_schema import PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ExtentSet
@@ -70,8 +69,7 @@ def compact(path: Path, progress: Callable[[int, int], None] = lambda done, tota
 
 @contextmanager
 def _alone(path: Path) -> Iterator[StoreFolder]:
-    if not (path / DATA_FILE).exists():
-        raise ConfigError(f"{path} holds no store: give the folder that a storage tier's 'path' names")
+    require_store(path)
     folder = StoreFolder(path)
     try:
         if not folder.try_alone():
@@ -84,31 +82,23 @@ def _alone(path: Path) -> Iterator[StoreFolder]:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    files = [path / DATA_FILE, *path.glob(f"{SLAB_FILE}-*")]
-    return {file.name: file.stat().st_blocks * 512 for file in files}
+    files = [entry for entry in os.scandir(path) if entry.name == DATA_FILE or is_slab(entry.name)]
+    return {entry.name: entry.stat().st_blocks * 512 for entry in files}
 
 
 def _gather(folder: StoreFolder, progress: Callable[[int, int], None]) -> tuple[int, int]:
     """Move the pages of each slab to its beginning; returns the size of the map and the number of moved pages."""
-    env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, "always")
+    store = with_own_budget(folder, "always")
     try:
-        values = check_label(env.env, folder.path, None)
-        if values is None:
-            raise ConfigError(f"{folder.path} holds no store yet")
-        env.join_databases()
-        with env.view() as view:
-            state = view.state()
-        if env.map_bytes < state.map_bytes:
-            env.grow(state.map_bytes)
-        store = Store(folder, env, BudgetPlan(values, state.budget_bytes, 1), "always", time.time)
+        state = store.view(lambda view: view.state())
         store.take_up(Budget(state.map_bytes, state.data_bytes))
         store.change(store.values.release)
         moved = _move_all(store, progress)
         store.values.sync()
-        store.values.close()
-        return env.map_bytes, moved
+        return store.env.map_bytes, moved
     finally:
-        env.close()
+        store.values.close()
+        store.env.close()
 
 
 def _move_all(store: Store, progress: Callable[[int, int], None]) -> int:
@@ -130,7 +120,7 @@ class _Slab:
     """One slab in which every slot that has blocks holds a page, being made so that these slots come first."""
 
     def __init__(self, store: Store, slot_bytes: int) -> None:
-        self.file = SlabFile(store.folder.path / f"{SLAB_FILE}-{slot_bytes}", slot_bytes)
+        self.file = SlabFile(store.folder.path / slab_name(slot_bytes), slot_bytes)
         self._store = store
         self._slot_bytes = slot_bytes
         self._batch = max(1, COPY_BYTES // slot_bytes)

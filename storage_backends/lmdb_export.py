@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -13,7 +13,7 @@ from hicache.storage_backends.lmdb_index import IndexView
 from hicache.storage_backends.lmdb_order import PROBATION, PROTECTED, Entry
 from hicache.storage_backends.lmdb_schema import PageRecord, slab_of
 from hicache.storage_backends.lmdb_store import Store
-from hicache.storage_backends.lmdb_verify import READ_BYTES, PageReader, Progress, read_settled
+from hicache.storage_backends.lmdb_verify import PageReader, Progress, batches, read_settled
 
 _NEVER = 1 << 63
 
@@ -126,7 +126,7 @@ class _Export:
     def _put_chain(self, number: int, chain: Sequence[_Link]) -> None:
         if chain and (fork := chain[0].record.parent) is not None:
             self._child_is_out(fork)
-        for batch in _batches(chain):
+        for batch in batches(chain, lambda link: link.record.slot_bytes):
             put = self._put_batch(number, batch)
             for link in put:
                 if link.children > 1:
@@ -173,14 +173,3 @@ class _Export:
         self._writer.put(page, data)
         self.done.pages += 1
         self.done.nbytes += record.length
-
-
-def _batches(chain: Sequence[_Link]) -> Iterator[Sequence[_Link]]:
-    start = size = 0
-    for number, link in enumerate(chain):
-        if number > start and size + link.record.slot_bytes > READ_BYTES:
-            yield chain[start:number]
-            start, size = number, 0
-        size += link.record.slot_bytes
-    if start < len(chain):
-        yield chain[start:]

@@ -18,6 +18,7 @@ from hicache.storage_backends.codecs import create_codec
 from hicache.storage_backends.lmdb_exchange import End, FrameReader, Header, Page, SpaceInfo
 from hicache.storage_backends.lmdb_index import POLICIES, IndexView
 from hicache.storage_backends.lmdb_schema import BLOCK_BYTES, Encoded, NewPage, Space
+from hicache.storage_backends.lmdb_spaces import space_of
 from hicache.storage_backends.lmdb_store import Store
 from hicache.storage_backends.lmdb_verify import READ_BYTES, Progress
 
@@ -169,8 +170,7 @@ class _Import:
     def _number_of(self, info: SpaceInfo) -> int:
         """The store's number of a namespace, which is begun if need be; one that is there keeps its rules."""
         if info.number not in self._numbers:
-            known = self._store.view(lambda view: view.labels())
-            number = next((number for number, label in known.items() if label == info.label), None)
+            number = self._store.view(lambda view: space_of(view, info.label))
             rules = Space(policy=info.policy, quota=info.quota, ttl_us=info.ttl_us)
             self._numbers[info.number] = self._store.join_space(info.label, rules) if number is None else number
         return self._numbers[info.number]

@@ -162,6 +162,11 @@ def _is_own(name: str) -> bool:
     return name in files or name == SLAB_FILE or is_slab(name)  # "slab": of the first format
 
 
+def slab_name(slot_bytes: int) -> str:
+    """File of the slab with slots of that size."""
+    return f"{SLAB_FILE}-{slot_bytes}"
+
+
 def is_slab(name: str) -> bool:
     return re.fullmatch(rf"{SLAB_FILE}-\d+", name) is not None
 

@@ -35,7 +35,9 @@ _STORE = b"store"
 
 log = logging.getLogger(__name__)
 
-_stores: dict[tuple[int, tuple[int, int]], Store] = {}
+_stores: dict[tuple[int, int], Store] = {}
+"""Open in this process, by the device and inode of their folders: a forked child begins with none."""
+
 _lock = threading.Lock()
 
 
@@ -81,9 +83,14 @@ def open_existing(path: Path) -> Store:
 
     Raises ConfigError if there is none, StoreCorruptError if it is damaged.
     """
+    require_store(path)
+    return _opened(path, _open_as_is)
+
+
+def require_store(path: Path) -> None:
+    """Raises ConfigError if there is no store in the folder `path`, which is not created."""
     if not (path / DATA_FILE).exists():
         raise ConfigError(f"{path} holds no store: give the folder that a storage tier's 'path' names")
-    return _opened(path, _open_as_is)
 
 
 def close_store(store: Store) -> None:
@@ -93,14 +100,15 @@ def close_store(store: Store) -> None:
     with _lock:
         store.users -= 1
         if store.users <= 0:
-            _stores.pop(next((key for key, each in _stores.items() if each is store), (0, (0, 0))), None)
+            for key in [key for key, each in _stores.items() if each is store]:  # its folder may have been moved
+                del _stores[key]
             store.close()
 
 
 def _opened(path: Path, open_files: Callable[[StoreFolder], Store]) -> Store:
     folder = StoreFolder(path)
     with _lock:
-        known = _stores.get((os.getpid(), folder.key))
+        known = _stores.get(folder.key)
         if known is not None:
             folder.release()
             known.users += 1
@@ -110,7 +118,7 @@ def _opened(path: Path, open_files: Callable[[StoreFolder], Store]) -> Store:
         except BaseException:
             folder.release()
             raise
-        _stores[os.getpid(), folder.key] = store
+        _stores[folder.key] = store
         store.users = 1
         return store
 
@@ -201,22 +209,27 @@ def _open_as_is(folder: StoreFolder) -> Store:
         folder.check()
     folder.share()
     with storage_errors(f"store {folder.path}"):
-        env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, "batch")
-        try:
-            values = check_label(env.env, folder.path, None)
-            if values is None:
-                raise ConfigError(f"{folder.path} holds no store yet")
-            env.join_databases()
-            with env.view() as view:
-                state, cost = view.state(), _page_cost(view)
-            if env.map_bytes < state.map_bytes:
-                env.grow(state.map_bytes)  # its index was written anew by a process that ended right after
-            store = Store(folder, env, BudgetPlan(values, state.budget_bytes, cost), "batch", time.time)
-            store.serve_tool(alone)
-            return store
-        except BaseException:
-            env.close()
-            raise
+        store = with_own_budget(folder, "batch")
+        store.serve_tool(alone)
+        return store
+
+
+def with_own_budget(folder: StoreFolder, durability: Durability) -> Store:
+    """A store over the files as they are, nothing of which is taken up. Raises ConfigError if it was not begun."""
+    env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, durability)
+    try:
+        values = check_label(env.env, folder.path, None)
+        if values is None:
+            raise ConfigError(f"{folder.path} holds no store yet")
+        env.join_databases()
+        with env.view() as view:
+            state, cost = view.state(), _page_cost(view)
+        if env.map_bytes < state.map_bytes:
+            env.grow(state.map_bytes)  # its index was written anew by a process that ended right after
+        return Store(folder, env, BudgetPlan(values, state.budget_bytes, cost), durability, time.time)
+    except BaseException:
+        env.close()
+        raise
 
 
 def _page_cost(view: IndexView) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hicache.hashing import Field
 from hicache.storage_backends.lmdb_index import POLICIES, IndexView
-from hicache.storage_backends.lmdb_open import SESSION_FILE, SLAB_FILE
+from hicache.storage_backends.lmdb_open import SESSION_FILE, slab_name
 from hicache.storage_backends.lmdb_order import PROBATION, PROTECTED
 from hicache.storage_backends.lmdb_schema import STORE_FORMAT
 from hicache.storage_backends.lmdb_slots import ExtentSet
@@ -143,7 +143,7 @@ def _age(stamp: int | None, now_us: int) -> float | None:
 def _slab(view: IndexView, path: Path, slot_bytes: int) -> SlabReport:
     slab = view.slab(slot_bytes)
     holes = list(ExtentSet(view.txn, view.databases.holes, slot_bytes))
-    file = path / f"{SLAB_FILE}-{slot_bytes}"
+    file = path / slab_name(slot_bytes)
     return SlabReport(
         slot_bytes=slot_bytes,
         backed=slab.backed,

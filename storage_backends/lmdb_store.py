@@ -22,6 +22,7 @@ from hicache.storage_backends.lmdb_eviction import Eviction, evict, expire
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder
 from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space
+from hicache.storage_backends.lmdb_spaces import closest, join_space
 from hicache.storage_backends.lmdb_transactions import Transactions
 from hicache.storage_backends.lmdb_values import InlineValues, PageValues, Place, SlabValues
 
@@ -213,8 +214,8 @@ class Store:
     def join_space(self, label: Mapping[str, Field], rules: Space) -> int:
         """The number of the namespace with this identity, which is begun if need be. `rules` has its policy,
         quota and TTL; its counters are ignored."""
-        number, begun = self._index.change(lambda index: _join_space(index, label, rules))
-        if begun and (hint := self.view(lambda view: _closest(view, number, label))):
+        number, begun = self._index.change(lambda index: join_space(index, label, rules))
+        if begun and (hint := self.view(lambda view: closest(view, number, label))):
             log.info("%s: no pages are stored for this model yet; %s", self.name, hint)
         return number
 
@@ -426,32 +427,3 @@ def _excess(view: IndexView, number: int | None, cost: int) -> tuple[int, int]:
     space = view.space(number) if number is not None else Space()
     over_quota = space.live_bytes + cost - space.quota if space.quota else 0
     return state.live_bytes + cost - state.data_bytes, over_quota
-
-
-def _join_space(index: IndexWriter, label: Mapping[str, Field], rules: Space) -> tuple[int, bool]:
-    known = index.labels()
-    number = next((number for number, each in known.items() if each == label), None)
-    begun = number is None
-    if number is None:
-        number = min(set(range(1, len(known) + 2)) - known.keys())
-        index.name_space(number, label)
-    space = index.space(number)
-    space.policy, space.quota, space.ttl_us = rules.policy, rules.quota, rules.ttl_us
-    return number, begun
-
-
-def _closest(view: IndexView, number: int, label: Mapping[str, Field]) -> str:
-    """Which namespace differs least, and in what: why there is no hit where one was expected."""
-    others = {other: each for other, each in view.labels().items() if other != number}
-    if not others:
-        return ""
-    differences = {
-        other: sorted(name for name in label.keys() | each.keys() if label.get(name) != each.get(name))
-        for other, each in others.items()
-    }
-    nearest = min(differences, key=lambda other: len(differences[other]))
-    there = others[nearest]
-    fields = ", ".join(
-        f"{name} is {label.get(name)!r} here and {there.get(name)!r} there" for name in differences[nearest][:4]
-    )
-    return f"the nearest of {len(others)} others is namespace {nearest}: {fields}"

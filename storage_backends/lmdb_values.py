@@ -19,7 +19,7 @@ from hicache.errors import StoreCorruptError
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.lmdb_env import IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
-from hicache.storage_backends.lmdb_open import SLAB_FILE, is_slab
+from hicache.storage_backends.lmdb_open import is_slab, slab_name
 from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ALL_SLOTS, ExtentSet
 from hicache.storage_backends.slab import SlabFile
@@ -137,7 +137,7 @@ class SlabValues(PageValues):
 
     def path_of(self, slot_bytes: int) -> Path:
         """File of the slab with slots of that size."""
-        return self._folder / _file_name(slot_bytes)
+        return self._folder / slab_name(slot_bytes)
 
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
         slot_bytes = slab_of(record.location)
@@ -200,7 +200,7 @@ class SlabValues(PageValues):
         """Slots that a crash left without a reference are in the index's sets already; their blocks go back."""
         known = index.slabs()
         for path in self._slab_files():
-            if path.name not in {_file_name(slot_bytes) for slot_bytes in known}:
+            if path.name not in {slab_name(slot_bytes) for slot_bytes in known}:
                 path.unlink()  # of a transaction that was not committed
         for slot_bytes in known:
             self._recover_slab(index, slot_bytes)
@@ -244,7 +244,7 @@ class SlabValues(PageValues):
     def _slab(self, slot_bytes: int) -> SlabFile:
         with self._opening:
             if slot_bytes not in self._slabs:
-                self._slabs[slot_bytes] = SlabFile(self._folder / _file_name(slot_bytes), slot_bytes)
+                self._slabs[slot_bytes] = SlabFile(self.path_of(slot_bytes), slot_bytes)
             return self._slabs[slot_bytes]
 
     def _allocate(self, index: IndexWriter, slot_bytes: int, count: int) -> list[int]:
@@ -377,10 +377,6 @@ def _extents(index: IndexView, slot_bytes: int) -> tuple[ExtentSet, ExtentSet]:
     """Slots with blocks and without a page, slots without blocks."""
     databases = index.databases
     return ExtentSet(index.txn, databases.free, slot_bytes), ExtentSet(index.txn, databases.holes, slot_bytes)
-
-
-def _file_name(slot_bytes: int) -> str:
-    return f"{SLAB_FILE}-{slot_bytes}"
 
 
 def _by_slab(locations: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ _LOCATION_AT = 8  # in a record
 _LOCATION = struct.Struct("<Q")
 
 _Places = npt.NDArray[np.void]
+
+Page = TypeVar("Page")
 
 
 @dataclass
@@ -94,7 +96,7 @@ def check_pages(store: Store, progress: Progress = lambda pages, nbytes: None, r
     """
     reader, done = PageReader(), PagesChecked()
     for keys in _in_place_order(store):
-        for batch in _batches(_records(store, keys)):
+        for batch in batches(_records(store, keys), lambda page: page[1].slot_bytes):
             _check(store, reader, batch, done, remove)
             progress(done.pages, done.nbytes)
     return done
@@ -200,18 +202,16 @@ def _records(store: Store, keys: Sequence[bytes]) -> list[tuple[bytes, PageRecor
     return sorted(store.view(find), key=lambda page: page[1].location)
 
 
-def _batches(pages: Sequence[tuple[bytes, PageRecord]]) -> Iterator[list[tuple[bytes, PageRecord]]]:
-    """At most READ_BYTES, or one page, in each."""
-    batch: list[tuple[bytes, PageRecord]] = []
-    size = 0
-    for page in pages:
-        if batch and size + page[1].slot_bytes > READ_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(page)
-        size += page[1].slot_bytes
-    if batch:
-        yield batch
+def batches(pages: Sequence[Page], size: Callable[[Page], int]) -> Iterator[Sequence[Page]]:
+    """Consecutive pages of at most READ_BYTES bytes, or one page, in each; `size` tells the bytes of one."""
+    start = total = 0
+    for number, page in enumerate(pages):
+        if number > start and total + size(page) > READ_BYTES:
+            yield pages[start:number]
+            start, total = number, 0
+        total += size(page)
+    if start < len(pages):
+        yield pages[start:]
 
 
 def _check(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hicache.cli.progress import interruptible
 from hicache.errors import ConfigError, IntegrityError
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.result import ReplayResult
@@ -122,24 +121,13 @@ def _run(cache: HiCache, trace: Sequence[TraceRequest], options: ReplayOptions, 
 @contextmanager
 def _interruptible(progress: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
     """Ctrl-C takes effect when a request has finished, so that the cache is in order; a second one at once."""
-    asked = False
+    with interruptible() as check:
 
-    def on_signal(signal_number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
+        def step(requests: int, prompt_tokens: int) -> None:
+            check()
+            progress(requests, prompt_tokens)
 
-    def step(requests: int, prompt_tokens: int) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        progress(requests, prompt_tokens)
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
         yield step
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -29,6 +29,15 @@ Shape = tuple[int, ...]
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def name_in_file(name: str, top: Mapping[str, str], layer: str, kinds: Mapping[str, str]) -> str:
+    """Another format's name of one of our tensors: `top` by its whole name, those of layer N after `layer` + "N."."""
+    if name in top:
+        return top[name]
+    _, number, kind = name.split(".")
+    stem = kind.removesuffix("_bias")
+    return f"{layer}{number}.{kinds[stem]}.{'weight' if stem == kind else 'bias'}"
+
+
 def expected_shapes(geometry: ModelGeometry) -> dict[str, Shape]:
     """Every tensor that a model of this geometry has."""
     g = geometry

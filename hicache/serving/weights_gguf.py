@@ -18,7 +18,7 @@ from hicache.serving.gguf_tokenizer import gguf_chat_format, gguf_tokenizer
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.optional import need
 from hicache.serving.rope import pair_halves
-from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, owned
+from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, name_in_file, owned
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -37,11 +37,7 @@ Field = Callable[[str, Any], Any]
 
 def gguf_name(name: str) -> str:
     """GGUF's name of one of our tensors."""
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    _, layer, kind = name.split(".")
-    stem = kind.removesuffix("_bias")
-    return f"blk.{layer}.{_LAYER_NAMES[stem]}.{'weight' if stem == kind else 'bias'}"
+    return name_in_file(name, _TOP_NAMES, "blk.", _LAYER_NAMES)
 
 
 def load_gguf(path: Path, dtype: str | None = None) -> LoadedModel:

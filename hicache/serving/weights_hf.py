@@ -12,7 +12,7 @@ from hicache.serving.chat import ChatFormat
 from hicache.serving.geometry import ModelGeometry, from_hf_config, id_tuple
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.optional import need
-from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, owned
+from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, name_in_file, owned
 from hicache.serving.tokenizer_hf import HFTokenizer, load_hf_tokenizer
 
 _LAYER_NAMES = {
@@ -34,11 +34,7 @@ _INDEX = "model.safetensors.index.json"
 
 def hf_name(name: str) -> str:
     """Hugging Face's name of one of our tensors."""
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    _, layer, kind = name.split(".")
-    stem = kind.removesuffix("_bias")
-    return f"model.layers.{layer}.{_LAYER_NAMES[stem]}.{'weight' if stem == kind else 'bias'}"
+    return name_in_file(name, _TOP_NAMES, "model.layers.", _LAYER_NAMES)
 
 
 def load_hf(folder: Path, dtype: str | None = None) -> LoadedModel:
