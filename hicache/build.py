@@ -7,15 +7,16 @@ from hicache.config.machine import check_machine
 from hicache.config.models import CacheConfig
 from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator, resolve_device
 from hicache.errors import BadInput, StorageError
+from hicache.host_pool.arena import Placement
+from hicache.host_pool.numa import resolve_numa
+from hicache.host_pool.pinning import CudaRegistrar, resolve_pinned
 from hicache.host_pool.pool import HostPool
-from hicache.kernels.dispatch import select_kernels
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import RequestManager
 from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.storage_backends.registry import BackendSpec, create, names
-from hicache.streams import create_stream
 from hicache.tiers import HostTier, StorageTier, Tiers
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.transfer.storage_engine import EngineLimits, StorageEngine
@@ -31,7 +32,6 @@ def build_cache(config: CacheConfig) -> HiCache:
     """
     device = resolve_device(config.device.device)
     check_machine(config, device)
-    kernels = select_kernels(device)
     capacity = config.capacity(Tier.DEVICE)
     assert capacity is not None
     layout = config.layout()
@@ -48,8 +48,11 @@ def build_cache(config: CacheConfig) -> HiCache:
     )
     host = config.capacity(Tier.HOST)
     if host is not None and config.host is not None:
-        host_pool = HostPool(layout, host.num_pages, config.host.pinned)
-        copies = CopyEngine(pool, host_pool, create_stream(device, "d2h"), create_stream(device, "h2d"), kernels)
+        pinned = resolve_pinned(config.host.pinned, device)
+        placement = Placement(config.host.huge_pages, resolve_numa(config.host.numa, device))
+        registrar = CudaRegistrar(device) if pinned else None
+        host_pool = HostPool(layout, host.num_pages, pinned, placement, registrar)
+        copies = CopyEngine.between(pool, host_pool)
         tiers.host = HostTier(host_pool, copies, WritePolicy(config.host.write, config.host.selective_hits))
     prefetch = config.storage.prefetch if config.storage is not None else None
     policy = PrefetchPolicy(prefetch.policy, prefetch.deadline, prefetch.min_pages) if prefetch else None

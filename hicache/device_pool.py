@@ -8,12 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.errors import ConfigError, ProtocolError
+from hicache.errors import CapacityError, ConfigError, ProtocolError
 from hicache.host_pool.budget import check_host_budget
 from hicache.host_pool.pool import POISON_BYTE
+from hicache.kernels.cuda_planes import CudaPlanes
+from hicache.kernels.dispatch import Planes
 from hicache.layout import KVLayout
 from hicache.pages import PageAllocator
+from hicache.plane_access import PlaneAccess, access
+from hicache.streams.cuda import cuda_index
 from hicache.types import PageIndices
+
+_GIB = 1 << 30
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -26,28 +32,31 @@ _TORCH_DTYPES = {
 
 
 def resolve_device(device: str) -> str:
-    """The device that `device` stands for; "auto" is the best one this build can copy from and to: cpu.
+    """The device that `device` stands for: cpu or cuda:N.
 
-    Raises ConfigError for any other.
+    "auto" is a GPU where torch finds one, else the CPU; "cuda" is torch's current GPU. Raises ConfigError for a
+    device that is not there.
     """
-    if device in ("auto", "cpu"):
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
-    raise ConfigError(f"device {device!r}: this build supports cpu only, use device: cpu")
+    return f"cuda:{cuda_index('cuda' if device == 'auto' else device)}"
 
 
 class DevicePool:
     """KV tensors of all layers: plane p is a tensor (num_pages * page_size, num_kv_heads, head_dim).
 
-    `planes` are the same bytes as uint8 arrays (num_pages, plane_bytes), for the copy kernels.
-    Raises CapacityError before anything is allocated if the memory is not to be had.
+    `planes` are the same bytes for the copy kernels: on a CPU uint8 arrays (num_pages, plane_bytes), on a GPU
+    `CudaPlanes`. Raises CapacityError before anything is allocated if the memory is not to be had.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str = "cpu") -> None:
         device = resolve_device(device)
-        check_host_budget(num_pages * layout.page_bytes)
+        _check_budget(num_pages * layout.page_bytes, device)
         shape = _plane_shape(layout, num_pages)
         dtype = _TORCH_DTYPES[layout.dtype]
         self._bind(layout, [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_planes)])
+        if self.device != "cpu":
+            torch.cuda.current_stream(device).synchronize()  # other streams write next
 
     @classmethod
     def from_tensors(cls, layout: KVLayout, tensors: Sequence[torch.Tensor]) -> DevicePool:
@@ -68,14 +77,12 @@ class DevicePool:
     def _bind(self, layout: KVLayout, tensors: list[torch.Tensor]) -> None:
         self.layout = layout
         self.num_pages = len(tensors[0]) // layout.page_size
-        self.device = tensors[0].device.type
+        self.device = str(tensors[0].device)
         self.nbytes = self.num_pages * layout.page_bytes
         self._tensors = tensors
-        self.planes: list[npt.NDArray[np.uint8]] = [self._plane(tensor) for tensor in tensors]
-
-    def _plane(self, tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-        plane: npt.NDArray[np.uint8] = tensor.view(torch.uint8).view(self.num_pages, self.layout.plane_bytes).numpy()
-        return plane
+        rows = [tensor.view(torch.uint8).view(self.num_pages, layout.plane_bytes) for tensor in tensors]
+        self.planes: Planes = [row.numpy() for row in rows] if self.device == "cpu" else CudaPlanes(rows)
+        self.access: PlaneAccess = access(self.planes)
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of one layer, (num_pages * page_size, num_kv_heads, head_dim)."""
@@ -94,12 +101,24 @@ class DevicePool:
 
     def poison(self, pages: PageIndices) -> None:
         """Fill `pages` of every plane with POISON_BYTE."""
-        for plane in self.planes:
-            plane[pages] = POISON_BYTE
+        self.access.fill(pages, POISON_BYTE)
 
     def _expect(self, kind: str) -> None:
         if self.layout.kind != kind:
             raise ProtocolError(f"the pool's layout is {self.layout.kind}, this tensor belongs to {kind}")
+
+
+def _check_budget(nbytes: int, device: str) -> None:
+    """Raise CapacityError if the device has less memory left."""
+    if device == "cpu":
+        check_host_budget(nbytes)
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if nbytes > free:
+        raise CapacityError(
+            f"{nbytes / _GIB:.2f} GiB of device memory asked for, {free / _GIB:.2f} GiB free on {device}: "
+            "choose a smaller size or free memory"
+        )
 
 
 def _plane_shape(layout: KVLayout, num_pages: int) -> tuple[int, int, int]:
@@ -109,7 +128,7 @@ def _plane_shape(layout: KVLayout, num_pages: int) -> tuple[int, int, int]:
 def _flatten(layout: KVLayout, index: int, tensor: torch.Tensor) -> torch.Tensor:
     """Check one engine tensor and give it the shape (tokens, heads, head_dim)."""
     shape = tuple(tensor.shape)
-    resolve_device(tensor.device.type)
+    resolve_device(str(tensor.device))
     if tensor.dtype is not _TORCH_DTYPES[layout.dtype]:
         raise ConfigError(f"tensor {index} is {tensor.dtype}, the layout says {layout.dtype}")
     token = (layout.num_kv_heads, layout.head_dim)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.errors import ConfigError, ProtocolError
-from hicache.host_pool.arena import allocate_aligned
+from hicache.errors import ProtocolError
+from hicache.host_pool.arena import ANYWHERE, Placement, allocate_aligned, prefault
 from hicache.host_pool.budget import check_host_budget
+from hicache.host_pool.pinning import CudaRegistrar, Registrar, Registration
 from hicache.layout import KVLayout
 from hicache.pages import PageAllocator
 from hicache.types import PageIndices
@@ -18,22 +21,63 @@ POISON_BYTE = 0xDB
 """Fills pages that hold nothing, so that a read of them shows."""
 
 
+@dataclass(frozen=True)
+class ArenaStartup:
+    """What making an arena took, and what came of it. An unpinned one gets its memory when it is first written."""
+
+    allocate_seconds: float
+    pin_seconds: float
+    pinned_bytes: int
+    huge_pages: bool
+    numa_node: int | None
+
+
 class HostPool:
     """`num_pages` pages of `layout.page_stride` bytes, each starting at a multiple of 4 KiB.
 
-    Raises CapacityError before anything is allocated if the memory is not to be had, and ConfigError
-    if `pinned` is True, because memory is registered with CUDA only in a build that has CUDA streams.
+    `pinned` registers them with CUDA, by `registrar` (the default is a `CudaRegistrar`), in pieces of
+    `pages_per_registration` pages: a copy must not go over the end of one. What a configuration's "auto" comes to say
+    `resolve_pinned` and `resolve_numa`.
+
+    Raises CapacityError if the memory is not to be had, before anything is allocated where that can be known, or if
+    CUDA refuses to pin it; ConfigError if the kernel refuses the placement. Nothing is left behind.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, pinned: bool | Literal["auto"] = "auto") -> None:
-        if pinned is True:
-            raise ConfigError("pinned is true, but this build has no CUDA support: use pinned: auto")
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        pinned: bool = False,
+        placement: Placement = ANYWHERE,
+        registrar: Registrar | None = None,
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.nbytes = num_pages * layout.page_stride
+        self.pinned = pinned
         check_host_budget(self.nbytes)
+        if pinned and registrar is None:
+            registrar = CudaRegistrar()
         self.allocator = PageAllocator(num_pages)
-        self._array: npt.NDArray[np.uint8] | None = allocate_aligned(self.nbytes).reshape(num_pages, layout.page_stride)
+        begun = time.perf_counter()
+        # A fork would make the pages copy-on-write: this process's next write could go to a new page, while the
+        # GPU still copies from and to the old one.
+        arena = allocate_aligned(self.nbytes, placement, fork=not pinned)
+        if pinned:
+            prefault(arena)
+        allocated = time.perf_counter()
+        registration = Registration(arena, layout.page_stride, registrar) if pinned and registrar else None
+        self.pages_per_registration = registration.pages if registration else max(1, num_pages)
+        # Also at exit and for a pool that was never closed: memory must not be unmapped while it is registered.
+        self._unpin = weakref.finalize(self, registration.release) if registration else None
+        self.startup = ArenaStartup(
+            allocate_seconds=allocated - begun,
+            pin_seconds=time.perf_counter() - allocated,
+            pinned_bytes=registration.nbytes if registration else 0,
+            huge_pages=placement.huge_pages,
+            numa_node=placement.numa_node,
+        )
+        self._array: npt.NDArray[np.uint8] | None = arena.reshape(num_pages, layout.page_stride)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
@@ -53,5 +97,10 @@ class HostPool:
         self.array[pages] = POISON_BYTE
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of it is left. Idempotent."""
+        """Unpin the memory, and give it back as soon as no view of it is left. Idempotent.
+
+        No copy may be in flight.
+        """
+        if self._unpin is not None:
+            self._unpin()
         self._array = None

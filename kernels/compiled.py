@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numba
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import ProtocolError
-from hicache.kernels.reference import Bytes2D, check_copy, columns
+from hicache.kernels.base import Bytes2D, check_planes, check_pools, checked_pairs, columns
 from hicache.types import PageIndices
 
 Addresses: TypeAlias = npt.NDArray[np.int64]
@@ -36,38 +37,56 @@ def _move(
             _memcpy(targets[plane] + target_offsets[page], sources[plane] + source_offsets[page], plane_bytes)
 
 
-class CompiledKernels:
+@dataclass(frozen=True)
+class _Pool:
+    """Rows of bytes: the address of each plane, and the distance of two pages in all of them."""
+
+    planes: Sequence[Bytes2D]  # keep the memory
+    addresses: Addresses
+    stride: int
+
+    @classmethod
+    def of(cls, planes: Sequence[Bytes2D]) -> _Pool:
+        strides = planes[0].strides
+        if strides[1] != 1 or any(plane.strides != strides for plane in planes):
+            raise ProtocolError(f"planes are not rows of bytes, strides {sorted({plane.strides for plane in planes})}")
+        return cls(planes, np.array([plane.ctypes.data for plane in planes], np.int64), strides[0])
+
+    def offsets(self, pages: PageIndices) -> Addresses:
+        return pages.astype(np.int64) * self.stride
+
+
+class CompiledCopy:
     """One memcpy for each plane of each page, in machine code."""
 
-    def gather(
-        self, planes: Sequence[Bytes2D], device_pages: PageIndices, host: Bytes2D, host_pages: PageIndices
-    ) -> None:
-        check_copy(planes, device_pages, host, host_pages)
-        if planes:
-            host_planes = _host_planes(host, planes, 0)
-            _move(*_side(planes, device_pages), *_side(host_planes, host_pages), planes[0].shape[1])
+    def __init__(self, device: _Pool, host: _Pool, device_pages: PageIndices, host_pages: PageIndices) -> None:
+        self._device, self._host = device, host
+        self._device_offsets, self._host_offsets = device.offsets(device_pages), host.offsets(host_pages)
+        self._plane_bytes = device.planes[0].shape[1]
 
-    def scatter(
-        self,
-        planes: Sequence[Bytes2D],
-        device_pages: PageIndices,
-        host: Bytes2D,
-        host_pages: PageIndices,
-        first_plane: int,
-    ) -> None:
-        check_copy(planes, device_pages, host, host_pages, first_plane)
-        if planes:
-            host_planes = _host_planes(host, planes, first_plane)
-            _move(*_side(host_planes, host_pages), *_side(planes, device_pages), planes[0].shape[1])
+    def gather(self) -> None:
+        """See PageCopy."""
+        device, host = self._device.addresses, self._host.addresses
+        _move(device, self._device_offsets, host, self._host_offsets, self._plane_bytes)
+
+    def scatter(self, first_plane: int, count: int) -> None:
+        """See PageCopy."""
+        check_planes(first_plane, count, len(self._device.planes))
+        some = slice(first_plane, first_plane + count)
+        device, host = self._device.addresses[some], self._host.addresses[some]
+        _move(host, self._host_offsets, device, self._device_offsets, self._plane_bytes)
 
 
-def _host_planes(host: Bytes2D, planes: Sequence[Bytes2D], first_plane: int) -> list[Bytes2D]:
-    return [host[:, columns(plane, index)] for index, plane in enumerate(planes, first_plane)]
+class CompiledCopier:
+    """See PageCopier. Planes of other than contiguous bytes are refused: ProtocolError."""
 
+    def __init__(self, planes: Sequence[Bytes2D], host: Bytes2D) -> None:
+        check_pools(planes, host)
+        width = planes[0].shape[1]
+        self._device = _Pool.of(planes)
+        self._host = _Pool.of([host[:, columns(width, index)] for index in range(len(planes))])
 
-def _side(planes: Sequence[Bytes2D], pages: PageIndices) -> tuple[Addresses, Addresses]:
-    """Addresses of the planes and offsets of the pages. Raises ProtocolError unless all planes are laid out alike."""
-    strides = planes[0].strides
-    if strides[1] != 1 or any(plane.strides != strides for plane in planes):
-        raise ProtocolError(f"planes are not rows of bytes, strides {sorted({plane.strides for plane in planes})}")
-    return np.array([plane.ctypes.data for plane in planes], np.int64), pages.astype(np.int64) * strides[0]
+    def copy(self, device_pages: PageIndices, host_pages: PageIndices) -> CompiledCopy:
+        """See PageCopier."""
+        pairs = checked_pairs(device_pages, len(self._device.planes[0]), host_pages, len(self._host.planes[0]))
+        return CompiledCopy(self._device, self._host, *pairs)

@@ -1,52 +1,41 @@
-"""The interface of the copy kernels and the choice of one by device."""
+"""The choice of copy kernels by where the planes lie."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from hicache.errors import ConfigError
-from hicache.kernels.cpu import CpuKernels
-from hicache.kernels.reference import Bytes2D
-from hicache.types import PageIndices
+from hicache.kernels.base import Bytes2D, PageCopier
+from hicache.kernels.cpu import CpuCopier
+from hicache.kernels.cuda_planes import CudaPlanes
+
+CUPY_MEND = "pip install 'hicache[cuda12]' or 'hicache[cuda13]', by the major version of torch.version.cuda"
+
+Planes: TypeAlias = Sequence[Bytes2D] | CudaPlanes
+"""All planes of a device pool, in the order of the layout."""
 
 
-class CopyKernels(Protocol):
-    """Copies pages between layer-first device planes and the page-first host pool.
+def bind(planes: Planes, host: Bytes2D, pinned: bool = False) -> PageCopier:
+    """The fastest copier between these pools. They must not hold anything yet: see CudaCopier.
 
-    `planes` are uint8 (num_device_pages, plane_bytes), `host` is uint8 (num_host_pages, page_stride).
-    Page `device_pages[i]` is paired with `host_pages[i]`; the pages that are written are all different.
-    Bounds are checked before anything is written: ProtocolError.
+    `host` is uint8 (num_host_pages, page_stride). For planes on a GPU, `pinned` says that it is: copies of memory
+    that is not block the calling thread. Raises ProtocolError for pools that do not fit together, ConfigError if
+    CuPy is missing.
     """
-
-    def gather(
-        self, planes: Sequence[Bytes2D], device_pages: PageIndices, host: Bytes2D, host_pages: PageIndices
-    ) -> None:
-        """Device to host: `planes` are all planes of the layout, in order."""
-        ...
-
-    def scatter(
-        self,
-        planes: Sequence[Bytes2D],
-        device_pages: PageIndices,
-        host: Bytes2D,
-        host_pages: PageIndices,
-        first_plane: int,
-    ) -> None:
-        """Host to device: `planes` are some consecutive planes, `first_plane` is the number of the first in a page."""
-        ...
+    if not isinstance(planes, CudaPlanes):
+        return _fastest_cpu_copier(planes, host)
+    try:  # here, not above: CuPy is an optional extra
+        from hicache.kernels.cuda_bounce import BouncingCopier
+        from hicache.kernels.cuda_copier import CudaCopier
+    except ImportError as error:
+        raise ConfigError(f"copies on {planes.device} need CuPy: {CUPY_MEND} ({error})") from error
+    return CudaCopier(planes, host) if pinned else BouncingCopier(planes, host)
 
 
-def select_kernels(device: str) -> CopyKernels:
-    """The fastest kernels for `device`. Raises ConfigError if this build has none."""
-    if device == "cpu":
-        return _fastest_cpu_kernels()
-    raise ConfigError(f"device {device!r}: this build has CPU copy kernels only, use device: cpu")
-
-
-def _fastest_cpu_kernels() -> CopyKernels:
+def _fastest_cpu_copier(planes: Sequence[Bytes2D], host: Bytes2D) -> PageCopier:
     try:  # here, not above: numba is an optional extra and slow to import
-        from hicache.kernels.compiled import CompiledKernels
+        from hicache.kernels.compiled import CompiledCopier
     except ImportError:
-        return CpuKernels()
-    return CompiledKernels()
+        return CpuCopier(planes, host)
+    return CompiledCopier(planes, host)

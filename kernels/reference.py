@@ -3,69 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from hicache.errors import ProtocolError
+from hicache.kernels.base import Bytes2D, check_planes, check_pools, checked_pairs, columns
 from hicache.types import PageIndices
 
-Bytes2D: TypeAlias = npt.NDArray[np.uint8]
-"""Pages by bytes: a device plane (num_device_pages, plane_bytes) or the host pool (num_host_pages, page_stride)."""
 
-
-class ReferenceKernels:
+@dataclass(frozen=True)
+class ReferenceCopy:
     """One page of one plane at a time."""
 
-    def gather(
-        self, planes: Sequence[Bytes2D], device_pages: PageIndices, host: Bytes2D, host_pages: PageIndices
-    ) -> None:
-        check_copy(planes, device_pages, host, host_pages)
-        for index, plane in enumerate(planes):
-            for source, target in zip(device_pages, host_pages):
-                host[target, columns(plane, index)] = plane[source]
+    planes: Sequence[Bytes2D]
+    host: Bytes2D
+    device_pages: PageIndices
+    host_pages: PageIndices
 
-    def scatter(
-        self,
-        planes: Sequence[Bytes2D],
-        device_pages: PageIndices,
-        host: Bytes2D,
-        host_pages: PageIndices,
-        first_plane: int,
-    ) -> None:
-        check_copy(planes, device_pages, host, host_pages, first_plane)
-        for index, plane in enumerate(planes, first_plane):
-            for source, target in zip(host_pages, device_pages):
-                plane[target] = host[source, columns(plane, index)]
+    def gather(self) -> None:
+        """See PageCopy."""
+        for index, plane in enumerate(self.planes):
+            for source, target in zip(self.device_pages, self.host_pages):
+                self.host[target, columns(plane.shape[1], index)] = plane[source]
+
+    def scatter(self, first_plane: int, count: int) -> None:
+        """See PageCopy."""
+        check_planes(first_plane, count, len(self.planes))
+        for index in range(first_plane, first_plane + count):
+            plane = self.planes[index]
+            for source, target in zip(self.host_pages, self.device_pages):
+                plane[target] = self.host[source, columns(plane.shape[1], index)]
 
 
-def columns(plane: Bytes2D, index: int) -> slice:
-    """Where the bytes of plane number `index` lie in a host page."""
-    plane_bytes = plane.shape[1]
-    return slice(index * plane_bytes, (index + 1) * plane_bytes)
+class ReferenceCopier:
+    """See PageCopier."""
 
+    def __init__(self, planes: Sequence[Bytes2D], host: Bytes2D) -> None:
+        check_pools(planes, host)
+        self._planes = planes
+        self._host = host
 
-def check_copy(
-    planes: Sequence[Bytes2D], device_pages: PageIndices, host: Bytes2D, host_pages: PageIndices, first_plane: int = 0
-) -> None:
-    """Raise ProtocolError, before anything is written, if a copy would touch a byte outside the pools."""
-    if len(device_pages) != len(host_pages):
-        raise ProtocolError(f"{len(device_pages)} device pages are paired with {len(host_pages)} host pages")
-    check_pages("host", host_pages, len(host))
-    if not planes:
-        return
-    shape = planes[0].shape
-    if any(plane.shape != shape for plane in planes):
-        raise ProtocolError(f"planes differ in shape: {sorted({plane.shape for plane in planes})}")
-    if first_plane < 0 or (first_plane + len(planes)) * shape[1] > host.shape[1]:
-        last = first_plane + len(planes) - 1
-        raise ProtocolError(f"planes {first_plane} .. {last} of {shape[1]} bytes leave the {host.shape[1]} byte page")
-    check_pages("device", device_pages, shape[0])
-
-
-def check_pages(side: str, pages: PageIndices, count: int) -> None:
-    """Raise ProtocolError if one of `pages` is not in a pool of `count` pages."""
-    if len(pages) and not (pages.min() >= 0 and pages.max() < count):
-        outside = pages[(pages < 0) | (pages >= count)]
-        raise ProtocolError(f"{side} page outside 0 .. {count - 1}: {outside[:8].tolist()}")
+    def copy(self, device_pages: PageIndices, host_pages: PageIndices) -> ReferenceCopy:
+        """See PageCopier."""
+        pairs = checked_pairs(device_pages, len(self._planes[0]), host_pages, len(self._host))
+        return ReferenceCopy(self._planes, self._host, *pairs)

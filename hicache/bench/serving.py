@@ -116,7 +116,7 @@ class _Ttft:
         self._pages = sizes.prefix // PAGE_SIZE
         self._layout = loaded.geometry.layout(PAGE_SIZE)
         self._transformer = Transformer(loaded.geometry, loaded.tensors, "fast")
-        self._plain = plain_engine(loaded, 2 * self._length, mode="fast")
+        self._plain = plain_engine(loaded, 2 * self._length, mode="fast", device="cpu")
         self._engine = _cached_engine(loaded, folder / "ttft", 3, 4 * self._length, sizes.repeats)
         batches = max(self._pages // _BATCH, 1)
         self._job = Job(self._layout, _BATCH, batches, random_pages(self._layout, _BATCH))
@@ -223,7 +223,7 @@ def _throughput(loaded: LoadedModel, folder: Path, sizes: Sizes, progress: Progr
     A ratio is that of the speeds with and without cache in one run; the median over the runs is reported.
     """
     room = 2 * sizes.requests * (sizes.prompt + sizes.answer)
-    engines = {"off": plain_engine(loaded, room, mode="fast")}
+    engines = {"off": plain_engine(loaded, room, mode="fast", device="cpu")}
     try:
         for name, tiers in _VARIANTS.items():
             engines[name] = _cached_engine(loaded, folder / f"tiers-{tiers}", tiers, room, sizes.runs)

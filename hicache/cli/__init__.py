@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from hicache import __version__
-from hicache.cli import bench_cmd, config_cmd, demo_cmd, replay_cmd, serve_cmd, store_cmd, stress_cmd
+from hicache.cli import bench_cmd, config_cmd, demo_cmd, doctor_cmd, replay_cmd, serve_cmd, store_cmd, stress_cmd
 from hicache.errors import BadInput, CapacityError, HiCacheError
 
 EXIT_FAILED = 1
@@ -34,6 +34,7 @@ app = typer.Typer(
 
 # Commands
 app.command()(demo_cmd.demo)
+app.command()(doctor_cmd.doctor)
 app.command()(replay_cmd.replay)
 app.command()(serve_cmd.serve)
 app.command()(stress_cmd.stress)

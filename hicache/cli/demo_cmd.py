@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,7 @@ def demo(
         str, typer.Option("--model", metavar="SPEC", help="As for serve; with smollm2 a chat that makes sense.")
     ] = EMBEDDED,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Where to compute: auto, cpu, cuda or cuda:N.")] = "auto",
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the store in DIR, a new folder.", show_default=False)
     ] = None,
@@ -50,7 +52,7 @@ def demo(
     from hicache.serving.weights import load_model
 
     console = Console(quiet=as_json, highlight=False)
-    options = options_for(model)
+    options = replace(options_for(model), device=device)
     with _folder(keep) as folder:
         loaded = load_model(model)
         console.print(_introduction(loaded, options), "", sep="\n")

@@ -95,15 +95,17 @@ def serve_config(
     loaded: LoadedModel, path: Path | None, store: Path | None, overrides: Sequence[str] = ()
 ) -> CacheConfig:
     """The tiers of a file, or without one the built-in tiers; in any case for this model. Raises ConfigError."""
+    from hicache.serving.setup import on_its_device
+
     assignments = [f"model={json.dumps(loaded.model_section())}", *overrides]
     if path is not None:
-        return load_config(path, assignments)
+        return on_its_device(load_config(path, assignments))
     tiers: list[dict[str, object]] = [{"tier": "device", "size": DEVICE}, {"tier": "host", "size": HOST}]
     if store is not None:
         prefetch = {"policy": "wait_complete", "deadline": "2s"}
         tiers.append({"tier": "storage", "path": str(store), "size": STORAGE, "prefetch": prefetch})
     built_in = {"page_size": PAGE_SIZE, "tiers": tiers}
-    return parse_config(json.dumps(built_in), source="built-in tiers", overrides=assignments)
+    return on_its_device(parse_config(json.dumps(built_in), source="built-in tiers", overrides=assignments))
 
 
 def _greeting(service: Service, tiers: CacheConfig) -> str:

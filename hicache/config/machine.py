@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from hicache.config.models import CacheConfig
+from hicache.config.models import CacheConfig, HostTier
 from hicache.errors import CapacityError, ConfigError
+from hicache.host_pool.arena import huge_page_problem
+from hicache.host_pool.numa import node_problem
+from hicache.host_pool.pinning import resolve_pinned
 from hicache.types import Tier
 
 
 def check_machine(config: CacheConfig, device: str | None = None) -> None:
-    """Check memory and the store's folder. `device` is what `device: auto` turned out to be, where that is known.
+    """Check memory, its placement and the store's folder.
 
+    `device` is what `device: auto` turned out to be, where that is known.
     Raises ConfigError, one line with the place, the numbers and the mend.
     """
-    _check_memory(config, device or config.device.device)
+    device = device or config.device.device
+    _check_memory(config, device)
+    _check_placement(config, device)
     _check_store(config)
 
 
@@ -38,6 +45,26 @@ def _check_memory(config: CacheConfig, device: str) -> None:
         check_host_budget(host_memory_bytes(config, device))
     except CapacityError as error:
         raise ConfigError(f"{config.where('tiers', index, 'size')}: {error}") from None
+
+
+def _check_placement(config: CacheConfig, device: str) -> None:
+    index = config.index_of(Tier.HOST)
+    if index is None or config.host is None:
+        return
+    for key, problem in _placement_problems(config.host, device):
+        raise ConfigError(f"{config.where('tiers', index, key)}: {problem}")
+
+
+def _placement_problems(host: HostTier, device: str) -> Iterator[tuple[str, str]]:
+    if device != "auto":  # then nobody has looked for a GPU yet
+        try:
+            resolve_pinned(host.pinned, device)
+        except ConfigError as error:
+            yield "pinned", str(error)
+    if host.huge_pages and (problem := huge_page_problem()):
+        yield "huge_pages", problem
+    if isinstance(host.numa, int) and (problem := node_problem(host.numa)):
+        yield "numa", problem
 
 
 def _check_store(config: CacheConfig) -> None:

@@ -49,6 +49,15 @@ def _dividing(page_size: int) -> int:
 PageSize = Annotated[int, AfterValidator(_dividing)]
 
 
+def _numa(value: object) -> int | str | None:
+    if value is None or value == "auto" or (type(value) is int and value >= 0):
+        return value
+    raise ValueError(f"{value!r} is not auto, the number of a NUMA node or null")
+
+
+NumaNode = Annotated[int | Literal["auto"] | None, PlainValidator(_numa)]
+
+
 class Section(BaseModel):
     """A mapping of the file: unknown keys and values of another type are refused."""
 
@@ -108,6 +117,8 @@ class HostTier(Section):
     tier: Literal["host"]
     size: SizeField
     pinned: Literal["auto", True, False] = "auto"
+    huge_pages: bool = False
+    numa: NumaNode = "auto"
     eviction: EvictionPolicy = "lru"
     write: HostWritePolicy = "write_through"
     selective_hits: PositiveInt = 2

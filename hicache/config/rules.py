@@ -8,6 +8,7 @@ from hicache.config.document import KeyPath, Problem
 from hicache.config.models import Admission, CacheConfig, HostTier, StorageTier, TierSection, tier_of
 from hicache.config.units import Size, format_bytes
 from hicache.errors import ConfigError
+from hicache.host_pool.pinning import resolve_pinned
 from hicache.storage_backends.codecs import create_codec
 from hicache.types import Tier
 
@@ -17,7 +18,8 @@ MAX_PAGES = 2**31 - 1
 
 def problems(config: CacheConfig) -> list[Problem]:
     """Everything that is wrong, in the order of the sections; the later rules need the earlier ones to hold."""
-    return [*_model(config), *_order(config)] or [*_codec(config)] or [*_limits(config), *_options(config)]
+    sections = [*_model(config), *_order(config)] or [*_codec(config)]
+    return sections or [*_limits(config), *_pinning(config), *_options(config)]
 
 
 def _model(config: CacheConfig) -> Iterator[Problem]:
@@ -76,6 +78,16 @@ def _limit(config: CacheConfig, tier: Tier, size: Size, path: KeyPath) -> Iterat
         yield Problem(path, config.store_problem(size) or nothing if tier is Tier.STORAGE else nothing)
     if capacity.num_pages > MAX_PAGES and tier is not Tier.STORAGE:
         yield Problem(path, f"{size.text} is {capacity.num_pages} pages, there can be at most {MAX_PAGES}")
+
+
+def _pinning(config: CacheConfig) -> Iterator[Problem]:
+    """Only a CUDA device has a driver to pin memory with; what `auto` comes to shows on the machine."""
+    for index, section in enumerate(config.tiers):
+        if isinstance(section, HostTier) and config.device.device != "auto":
+            try:
+                resolve_pinned(section.pinned, config.device.device)
+            except ConfigError as error:
+                yield Problem(("tiers", index, "pinned"), str(error))
 
 
 def _options(config: CacheConfig) -> Iterator[Problem]:

@@ -78,13 +78,13 @@ class Piece:
 
     def padded_tokens(self) -> torch.Tensor:
         """A token for each row of the span, int64; padding is token 0."""
-        padded = torch.zeros(self.span.rows, dtype=torch.int64)
+        padded = torch.zeros(self.span.rows, dtype=torch.int64, device=self.tokens.device)
         padded[self.rows] = self.tokens
         return padded
 
     def positions(self) -> torch.Tensor:
         """The position of each row, int64."""
-        return torch.arange(self.span.first, self.span.first + self.span.rows)
+        return torch.arange(self.span.first, self.span.first + self.span.rows, device=self.tokens.device)
 
 
 def divide(chunks: Sequence[Chunk], mode: Mode) -> list[list[Piece]]:

@@ -69,6 +69,7 @@ class DemoOptions:
     page_size: int = 16
     mode: Mode = "exact"
     seed: int = 0
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,10 @@ class _Demo:
 
     def _plain(self) -> Engine:
         options = self._options
-        engine = plain_engine(self._loaded, options.device_tokens, mode=options.mode, surroundings=self._around())
+        around = self._around()
+        engine = plain_engine(
+            self._loaded, options.device_tokens, mode=options.mode, surroundings=around, device=options.device
+        )
         engine.generate([GenerationRequest([1] * 64, 2, ignore_eos=True)])  # torch's first calls are slow
         return engine
 
@@ -241,7 +245,7 @@ class _Demo:
         options = self._options
         prefetch = {"policy": "wait_complete", "deadline": "10s"}
         tiers: list[dict[str, object]] = [
-            {"tier": "device", "device": "cpu", "size": f"{options.device_tokens} tokens"},
+            {"tier": "device", "device": options.device, "size": f"{options.device_tokens} tokens"},
             {"tier": "host", "size": f"{options.host_tokens} tokens"},
             {
                 "tier": "storage",

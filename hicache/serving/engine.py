@@ -165,9 +165,11 @@ class Engine:
         except TransferError:
             if not self._scheduler.recover():
                 raise
-            self.cache.end_step(None)
+            self.cache.end_step(self.model.record())  # what was computed until then still goes to pages freed now
             return outputs
         compute = self.model.record()
+        if any(part.stop == part.generation.length for part in batch):
+            logits = logits.cpu()  # tokens are to be chosen: the step's only wait for a GPU's compute
         for part, row in zip(batch, logits):
             outputs += self._advance(part, row)
         self.cache.end_step(compute)

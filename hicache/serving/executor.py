@@ -12,7 +12,7 @@ from hicache.serving.blocks import Chunk, Mode
 from hicache.serving.generation import Slice
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.model import Transformer, WaitLayer
-from hicache.streams.base import Event
+from hicache.streams import Event, record_compute
 
 
 class Model(Protocol):
@@ -27,7 +27,8 @@ class Model(Protocol):
     def forward(self, batch: Sequence[Slice], pool: DevicePool, wait_layer: WaitLayer) -> torch.Tensor:
         """Write the KV of the slices into the pool; logits of each one's last token, float32 (slices, vocab).
 
-        `wait_layer(i)` is called before KV of layer i is read. What it raises ends the step.
+        `wait_layer(i)` is called before KV of layer i is read. What it raises ends the step. The logits may be on
+        the model's device and not computed yet: whoever moves them to the CPU waits for them.
         """
         ...
 
@@ -37,13 +38,17 @@ class Model(Protocol):
 
 
 class TransformerModel:
-    """A loaded model on the CPU: compute is over when `forward` returns."""
+    """A loaded model on a device, "cpu" or "cuda:N"; weights that are elsewhere are moved there once.
 
-    def __init__(self, loaded: LoadedModel, mode: Mode = "exact") -> None:
+    On CUDA `forward` returns when the work is on the calling thread's current stream, on a CPU when it is done.
+    """
+
+    def __init__(self, loaded: LoadedModel, mode: Mode = "exact", device: str = "cpu") -> None:
         geometry = loaded.geometry
         self.name, self.dtype = loaded.name, geometry.dtype
         self.vocab, self.context, self.eos_ids = geometry.vocab, geometry.context, geometry.eos_ids
-        self._transformer = Transformer(geometry, loaded.tensors, mode)
+        self._device = device
+        self._transformer = Transformer(geometry, loaded.to(device).tensors, mode)
 
     def forward(self, batch: Sequence[Slice], pool: DevicePool, wait_layer: WaitLayer) -> torch.Tensor:
         """See `Model`."""
@@ -51,5 +56,5 @@ class TransformerModel:
         return self._transformer.forward(chunks, pool, wait_layer)
 
     def record(self) -> Event | None:
-        """None: an engine with a compute stream records an event on it here."""
-        return None
+        """See `Model`: None on a CPU."""
+        return record_compute(self._device)

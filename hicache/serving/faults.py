@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from hicache.cache import HiCache
-from hicache.host_pool.pool import HostPool
-from hicache.kernels.dispatch import CopyKernels, select_kernels
-from hicache.kernels.reference import Bytes2D
+from hicache.kernels.base import PageCopier, PageCopy
 from hicache.storage_backends import registry
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.registry import BackendSpec
 from hicache.storage_backends.wrappers import FaultyBackend, SlowBackend
-from hicache.streams import create_stream
-from hicache.transfer.copy_engine import CopyEngine
 from hicache.types import PageIndices
 
 FAULTY_DISK = "faulty-lmdb"
@@ -36,53 +34,55 @@ def _create(spec: BackendSpec) -> StorageBackend:
     return FaultyBackend(slow, float(spec.options.get("rate", 0.0)), int(spec.options.get("seed", 0)), disk)
 
 
-class FaultyKernels:
+class FaultyCopier:
     """Copies that break off at random, with probability `rate` a call: half before, half after they were made.
 
-    Each direction has a stream, hence a thread, and dice of its own.
+    Each direction has a stream, which may have a thread, and dice of its own.
     """
 
-    def __init__(self, inner: CopyKernels, rate: float, seed: int) -> None:
+    def __init__(self, inner: PageCopier, rate: float, seed: int) -> None:
         self.injected = 0
         self._inner = inner
         self._rate = rate
         self._down, self._up = random.Random(f"{seed} down"), random.Random(f"{seed} up")
 
-    def gather(
-        self, planes: Sequence[Bytes2D], device_pages: PageIndices, host: Bytes2D, host_pages: PageIndices
-    ) -> None:
-        """See CopyKernels."""
-        fails = self._down.random() < self._rate
-        if not fails or self._down.random() < 0.5:
-            self._inner.gather(planes, device_pages, host, host_pages)
-        self._break_off(fails)
+    def copy(self, device_pages: PageIndices, host_pages: PageIndices) -> PageCopy:
+        """See PageCopier."""
+        return _FaultyCopy(self, self._inner.copy(device_pages, host_pages))
 
-    def scatter(
-        self,
-        planes: Sequence[Bytes2D],
-        device_pages: PageIndices,
-        host: Bytes2D,
-        host_pages: PageIndices,
-        first_plane: int,
-    ) -> None:
-        """See CopyKernels."""
-        fails = self._up.random() < self._rate
-        if not fails or self._up.random() < 0.5:
-            self._inner.scatter(planes, device_pages, host, host_pages, first_plane)
-        self._break_off(fails)
+    def gather(self, copy: PageCopy) -> None:
+        """Work of one of its copies."""
+        self._attempt(self._down, copy.gather)
 
-    def _break_off(self, fails: bool) -> None:
+    def scatter(self, copy: PageCopy, first_plane: int, count: int) -> None:
+        """Work of one of its copies."""
+        self._attempt(self._up, partial(copy.scatter, first_plane, count))
+
+    def _attempt(self, dice: random.Random, work: Callable[[], None]) -> None:
+        fails = dice.random() < self._rate
+        if not fails or dice.random() < 0.5:
+            work()
         if fails:
             self.injected += 1
             raise OSError("injected failure of a copy")
 
 
-def break_copies(cache: HiCache, rate: float, seed: int) -> FaultyKernels:
+@dataclass(frozen=True)
+class _FaultyCopy:
+    owner: FaultyCopier
+    inner: PageCopy
+
+    def gather(self) -> None:
+        """See PageCopy."""
+        self.owner.gather(self.inner)
+
+    def scatter(self, first_plane: int, count: int) -> None:
+        """See PageCopy."""
+        self.owner.scatter(self.inner, first_plane, count)
+
+
+def break_copies(cache: HiCache, rate: float, seed: int) -> FaultyCopier:
     """Let copies between device and host of a new cache fail. It needs a host tier."""
-    host, pool = cache.tiers.host, cache.tiers.device_pool
-    assert host is not None and isinstance(host.pool, HostPool)
-    kernels = FaultyKernels(select_kernels(pool.device), rate, seed)
-    host.copies.close()
-    d2h, h2d = (create_stream(pool.device, name) for name in ("d2h", "h2d"))
-    host.copies = CopyEngine(pool, host.pool, d2h, h2d, kernels)
-    return kernels
+    host = cache.tiers.host
+    assert host is not None
+    return host.copies.wrap_copier(lambda copier: FaultyCopier(copier, rate, seed))

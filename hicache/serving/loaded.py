@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from hicache.hashing import StoreIdentity
 from hicache.serving.blocks import EXACT_BLOCK, Mode
 from hicache.serving.chat import ChatFormat
+from hicache.serving.devices import arithmetic
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.tensors import Tensors
 from hicache.serving.tokenizer import Tokenizer
@@ -26,10 +25,14 @@ class LoadedModel:
     tokenizer_digest: str | None = None
     chat: ChatFormat = field(default_factory=ChatFormat)
 
-    def model_section(self, mode: Mode = "exact") -> dict[str, str | int | None]:
+    def to(self, device: str) -> LoadedModel:
+        """This model with its weights on `device`; those that are there already are shared."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def model_section(self, mode: Mode = "exact", device: str = "cpu") -> dict[str, str | int | None]:
         """The `model` section of a configuration whose store identity tells this model's KV from all other.
 
-        `mode` is the Transformer's; KV of the two modes differs in its last bits.
+        `mode` is the Transformer's, `device` where it computes: KV of two modes or devices differs in its last bits.
         """
         geometry = self.geometry
         return {
@@ -41,10 +44,10 @@ class LoadedModel:
             "weights_digest": self.weights_digest,
             "tokenizer_digest": self.tokenizer_digest,
             "rope_scaling": str(geometry.rope_scaling),
-            "attention_backend": backend_name(mode),
+            "attention_backend": backend_name(mode, device),
         }
 
-    def identity(self, page_size: int, mode: Mode = "exact") -> StoreIdentity:
+    def identity(self, page_size: int, mode: Mode = "exact", device: str = "cpu") -> StoreIdentity:
         """The same as `model_section`, as the identity of a store of pages of `page_size` tokens."""
         return StoreIdentity(
             self.geometry.layout(page_size),
@@ -52,12 +55,12 @@ class LoadedModel:
             weights_digest=self.weights_digest,
             tokenizer_digest=self.tokenizer_digest,
             rope_scaling=str(self.geometry.rope_scaling),
-            attention_backend=backend_name(mode),
+            attention_backend=backend_name(mode, device),
         )
 
 
-def backend_name(mode: Mode) -> str:
-    """Everything besides weights and tokens that the last bits of KV depend on: torch's build, and the processor's
-    vector instructions, which choose its kernels."""
+def backend_name(mode: Mode, device: str = "cpu") -> str:
+    """Everything besides weights and tokens that the last bits of KV depend on: mode, torch's build, and what chooses
+    its kernels on `device`."""
     blocks = f"exact{EXACT_BLOCK}" if mode == "exact" else "fast"
-    return f"torch-sdpa/{blocks}/{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}"
+    return f"torch-sdpa/{blocks}/{arithmetic(device)}"

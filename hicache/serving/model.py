@@ -14,14 +14,18 @@ from torch.nn.functional import linear, silu
 
 from hicache.device_pool import DevicePool
 from hicache.errors import ConfigError, ProtocolError
-from hicache.serving.attention import Attention, torch_sdpa
+from hicache.serving.attention import Attention
 from hicache.serving.blocks import Chunk, Mode, Piece, divide
+from hicache.serving.devices import attention_for, upload
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.rope import angles, inverse_frequencies, rotate
 from hicache.serving.tensors import Tensors, check_tensors
 
 WaitLayer = Callable[[int], None]
-"""Called with a layer's number before its KV is read; returns once restored KV of this layer is in the pool."""
+"""Called with a layer's number before its KV is read. What the thread computes from then on finds restored KV of this
+layer in the pool: on a CPU it returns once it is there, on CUDA at once."""
+
+_Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def no_wait(layer: int) -> None:
@@ -29,41 +33,47 @@ def no_wait(layer: int) -> None:
 
 
 class Transformer:
-    """A decoder with its weights; without state of its own, the KV is the pool's.
+    """A decoder with its weights; without state of its own, the KV is the pool's. It computes where its weights are,
+    on CUDA on the calling thread's current stream.
 
     Raises ConfigError if a tensor is missing, unknown or of another shape or type than the geometry says.
     """
 
     def __init__(
-        self, geometry: ModelGeometry, tensors: Tensors, mode: Mode = "exact", attention: Attention = torch_sdpa
+        self, geometry: ModelGeometry, tensors: Tensors, mode: Mode = "exact", attention: Attention | None = None
     ) -> None:
         check_tensors(geometry, tensors, "model")
         self.geometry = geometry
         self.mode = mode
+        self.device = tensors["embed"].device
         self._tensors = tensors
-        self._attention = attention
-        self._frequencies = inverse_frequencies(geometry)
+        self._attention = attention if attention is not None else attention_for(mode, self.device)
+        self._frequencies = inverse_frequencies(geometry).to(self.device)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], pool: DevicePool, wait_layer: WaitLayer = no_wait) -> torch.Tensor:
         """Write the chunks' KV into the pool; logits of each chunk's last token, float32 (chunks, vocab).
 
-        Chunks are of different sequences. Whatever `wait_layer` raises ends the step; KV of later layers is then
-        not written. Raises ConfigError for another pool layout, ProtocolError for a sequence beyond the context
+        Chunks are of different sequences, their tensors on the CPU. The logits are on the model's device, on CUDA
+        perhaps not computed yet. Whatever `wait_layer` raises ends the step; KV of later layers is then not written.
+        Raises ConfigError for a pool of another layout or device, ProtocolError for a sequence beyond the context
         or a token beyond the vocabulary.
         """
         self._check(chunks, pool)
-        groups = divide(chunks, self.mode)
+        groups = divide(upload(chunks, self.device), self.mode)
         states = [self._embed(group) for group in groups]
         for layer in range(self.geometry.layers):
+            projected = [self._project(f"layers.{layer}.", state) for state in states]
             wait_layer(layer)
-            for group, state in zip(groups, states):
-                self._layer(layer, group, state, pool)
+            for group, state, heads in zip(groups, states, projected):
+                self._layer(layer, group, state, heads, pool)
         return self._logits(groups, states)
 
     def _check(self, chunks: Sequence[Chunk], pool: DevicePool) -> None:
         if pool.layout != self.geometry.layout(pool.layout.page_size):
             raise ConfigError(f"the pool is laid out as {pool.layout}, the model's KV is not")
+        if pool.k(0).device != self.device:
+            raise ConfigError(f"the pool is on {pool.device}, the model on {self.device}: give both the same device")
         for chunk in chunks:
             if len(chunk.table) > self.geometry.context:
                 raise ProtocolError(f"{len(chunk.table)} tokens exceed the model's context of {self.geometry.context}")
@@ -76,16 +86,17 @@ class Transformer:
         cos, sin = angles(positions, self._frequencies)
         return _State(self._tensors["embed"][tokens], cos, sin)
 
-    def _layer(self, layer: int, group: Sequence[Piece], state: _State, pool: DevicePool) -> None:
+    def _layer(
+        self, layer: int, group: Sequence[Piece], state: _State, projected: _Projected, pool: DevicePool
+    ) -> None:
         """Advance the hidden state by one layer: x += attention(norm(x)); x += ffn(norm(x))."""
         prefix = f"layers.{layer}."
-        query, key, value = self._project(prefix, state)
-        heads = [self._attend(piece, rows, (query, key, value), pool, layer) for piece, rows in _rows(group)]
+        heads = [self._attend(piece, rows, projected, pool, layer) for piece, rows in _rows(group)]
         attended = torch.cat(heads).reshape(len(state.hidden), -1)
         state.hidden = state.hidden + self._linear(prefix + "o", attended)
         state.hidden = state.hidden + self._swiglu(prefix, self._norm(prefix + "ffn_norm", state.hidden))
 
-    def _project(self, prefix: str, state: _State) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, prefix: str, state: _State) -> _Projected:
         """Rotated queries, rotated keys and values, each (rows, heads, head_dim)."""
         normed = self._norm(prefix + "attn_norm", state.hidden)
         shape = (len(normed), -1, self.geometry.head_dim)
@@ -94,9 +105,7 @@ class Transformer:
             query, key = self._norm(prefix + "q_norm", query), self._norm(prefix + "k_norm", key)
         return rotate(query, state.cos, state.sin), rotate(key, state.cos, state.sin), value
 
-    def _attend(
-        self, piece: Piece, rows: slice, projected: tuple[torch.Tensor, ...], pool: DevicePool, layer: int
-    ) -> torch.Tensor:
+    def _attend(self, piece: Piece, rows: slice, projected: _Projected, pool: DevicePool, layer: int) -> torch.Tensor:
         query, key, value = (heads[rows] for heads in projected)
         keys, values = pool.k(layer), pool.v(layer)
         keys[piece.slots] = key[piece.rows]

@@ -14,6 +14,7 @@ import torch
 
 from hicache import __version__
 from hicache.cache import HiCache
+from hicache.serving.devices import device_name
 from hicache.serving.executor import Model
 from hicache.serving.scheduler import SchedulerOptions
 from hicache.stats import CacheStats
@@ -45,6 +46,7 @@ def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int 
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
+        "device": device_name(tiers.device_pool.device),
     }
 
 

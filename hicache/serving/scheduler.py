@@ -258,7 +258,7 @@ class Scheduler:
 
 
 def waits_of(batch: Sequence[Slice]) -> Callable[[int], None]:
-    """What the model calls before it reads a layer: returns once the loads of the batch have brought that layer.
+    """What the model calls before it reads a layer: what it computes then comes after the loads of that layer.
 
     Raises TransferError if a load failed.
     """
@@ -271,6 +271,6 @@ def waits_of(batch: Sequence[Slice]) -> Callable[[int], None]:
 
     def wait(layer: int) -> None:
         for load in loads.values():
-            load.layer_done(layer).synchronize()
+            load.layer_done(layer).gate()
 
     return wait

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from hicache.build import build_cache
 from hicache.config import CacheConfig, config_from_mapping
+from hicache.device_pool import resolve_device
 from hicache.serving.blocks import Mode
 from hicache.serving.engine import Engine, Surroundings
 from hicache.serving.executor import TransformerModel
-from hicache.serving.loaded import LoadedModel
+from hicache.serving.loaded import LoadedModel, backend_name
 from hicache.serving.scheduler import SchedulerOptions
 
 
@@ -24,8 +25,14 @@ def serving_config(
 
     Raises ConfigError.
     """
-    section = loaded.model_section(mode)
-    return config_from_mapping({"model": section, "page_size": page_size, "poison": poison, "tiers": list(tiers)})
+    mapping = {"model": loaded.model_section(mode), "page_size": page_size, "poison": poison, "tiers": list(tiers)}
+    return on_its_device(config_from_mapping(mapping), mode)
+
+
+def on_its_device(config: CacheConfig, mode: Mode = "exact") -> CacheConfig:
+    """The configuration with what the device it asks for does to the last bits of KV. Raises ConfigError."""
+    backend = backend_name(mode, resolve_device(config.device.device))
+    return config.model_copy(update={"model": config.model.model_copy(update={"attention_backend": backend})})
 
 
 def build_engine(
@@ -35,8 +42,9 @@ def build_engine(
     mode: Mode = "exact",
     surroundings: Surroundings | None = None,
 ) -> Engine:
-    """An engine over a new cache. `config` is one of this model and mode, see `serving_config`. Raises ConfigError."""
-    model = TransformerModel(loaded, mode)
+    """An engine over a new cache, on the device of the cache. `config` is one of this model and mode, see
+    `serving_config`. Raises ConfigError."""
+    model = TransformerModel(loaded, mode, resolve_device(config.device.device))
     return Engine(model, build_cache(config), options, loaded.tokenizer, surroundings)
 
 
@@ -46,7 +54,9 @@ def plain_engine(
     options: SchedulerOptions | None = None,
     mode: Mode = "exact",
     surroundings: Surroundings | None = None,
+    device: str = "auto",
 ) -> Engine:
     """The reference: the same engine without cache, one pool of `tokens` tokens and no reuse (see `options`)."""
-    config = serving_config(loaded, [{"tier": "device", "size": f"{tokens} tokens"}], mode=mode)
+    tiers = [{"tier": "device", "device": device, "size": f"{tokens} tokens"}]
+    config = serving_config(loaded, tiers, mode=mode)
     return build_engine(loaded, config, options or SchedulerOptions(reuse=False, reserve=1.0), mode, surroundings)

@@ -18,6 +18,7 @@ from typing import Any
 
 from hicache.build import build_cache
 from hicache.config import CacheConfig, config_from_mapping
+from hicache.device_pool import resolve_device
 from hicache.errors import IntegrityError
 from hicache.serving.conversations import Conversation, ConversationOptions, Population
 from hicache.serving.engine import Engine, Surroundings
@@ -27,6 +28,7 @@ from hicache.serving.loaded import LoadedModel
 from hicache.serving.metrics import RunMetrics
 from hicache.serving.outputs import GenerationHandle, GenerationRequest, TokenOutput
 from hicache.serving.scheduler import SchedulerOptions
+from hicache.serving.setup import serving_config
 from hicache.serving.standin_model import StandInModel
 
 Progress = Callable[[str], None]
@@ -53,6 +55,7 @@ class StressOptions:
     host_tokens: int = 8192
     disk_tokens: int = 131_072
     page_size: int = 16
+    device: str = "auto"
     disk_faults: float = 0.05
     disk_delay: float = 0.001
     copy_faults: float = 0.01
@@ -253,7 +256,7 @@ class _Stress:
         options = self._options
         faults = {"rate": options.disk_faults, "seed": self._report.sessions, "delay": options.disk_delay}
         tiers: list[dict[str, object]] = [
-            {"tier": "device", "size": f"{options.device_tokens} tokens"},
+            self._device_tier(options.device_tokens),
             {"tier": "host", "size": f"{options.host_tokens} tokens"},
             {
                 "tier": "storage",
@@ -270,16 +273,22 @@ class _Stress:
         return Engine(model, build_cache(config), options.scheduler, surroundings=around), model
 
     def _reference_engine(self) -> Engine:
-        config = self._config([{"tier": "device", "size": f"{self._options.talk.context} tokens"}])
+        config = self._config([self._device_tier(self._options.talk.context)])
         return Engine(self._model(config), build_cache(config), SchedulerOptions(reuse=False))
 
+    def _device_tier(self, tokens: int) -> dict[str, object]:
+        return {"tier": "device", "device": self._options.device, "size": f"{tokens} tokens"}
+
     def _config(self, tiers: list[dict[str, object]]) -> CacheConfig:
-        model: dict[str, Any] = self._loaded.model_section() if self._loaded is not None else dict(_STANDIN)
         page_size = self._options.page_size
-        return config_from_mapping({"model": model, "page_size": page_size, "poison": True, "tiers": tiers})
+        if self._loaded is not None:
+            return serving_config(self._loaded, tiers, page_size, poison=True)
+        return config_from_mapping({"model": _STANDIN, "page_size": page_size, "poison": True, "tiers": tiers})
 
     def _model(self, config: CacheConfig) -> Model:
-        return TransformerModel(self._loaded) if self._loaded is not None else StandInModel(config.layout())
+        if self._loaded is not None:
+            return TransformerModel(self._loaded, device=resolve_device(config.device.device))
+        return StandInModel(config.layout())
 
 
 def check(report: StressReport) -> None:

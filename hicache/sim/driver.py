@@ -207,7 +207,7 @@ class Replay:
             raise CapacityError(f"copies are still in flight after {self._options.stall_seconds:.0f} s")
         self._cache.check_integrity()
         free, evictable = self._target.allocator.available_size(), self._cache.evictable_size()
-        total = len(self._target.pool.planes[0]) * self._target.pool.layout.page_size
+        total = self._target.pool.num_pages * self._target.pool.layout.page_size
         difference = free + evictable - total
         if difference or self._cache.protected_size():
             raise IntegrityError(

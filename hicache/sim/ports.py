@@ -78,6 +78,13 @@ class Requests(Protocol):
     def pages(self, req: Any, /) -> PageIndices: ...
 
 
+class Pool(PagedPlanes, Protocol):
+    """The device pool."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+
 class Allocator(Protocol):
     def available_size(self) -> int:
         """Free device tokens."""
@@ -96,6 +103,6 @@ class ReplayTarget:
     requests: Requests
     new_request: RequestFactory
     allocator: Allocator
-    pool: PagedPlanes
+    pool: Pool
     compute: Stream
     max_context_len: int

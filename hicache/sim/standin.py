@@ -7,7 +7,7 @@ models have the same property, which is what makes prefix caching exact; only th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from hicache.layout import KVLayout
 from hicache.sim.prefix_hash import Hashes, random_words
 from hicache.types import PageIndices
+
+if TYPE_CHECKING:  # it imports torch
+    from hicache.plane_access import PlaneAccess
 
 PageMask = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
@@ -36,9 +39,7 @@ class PagedPlanes(Protocol):
     def layout(self) -> KVLayout: ...
 
     @property
-    def planes(self) -> Sequence[npt.NDArray[np.uint8]]:
-        """Per plane uint8 (num_pages, plane_bytes)."""
-        ...
+    def access(self) -> PlaneAccess: ...
 
 
 class StandIn:
@@ -99,7 +100,7 @@ class StandIn:
         """Which of `pages` hold a token made of the poison pattern alone, in any of `planes`."""
         poisoned = np.zeros(len(pages), np.bool_)
         for plane in planes:
-            rows = pool.planes[plane][pages].reshape(len(pages), self._layout.page_size, self._row_bytes)
+            rows = self._read(pool, plane, pages).reshape(len(pages), self._layout.page_size, self._row_bytes)
             poisoned |= (rows == self._poison_byte).all(axis=2).any(axis=1)
         return poisoned
 
@@ -110,7 +111,7 @@ class StandIn:
             expected = self._rows(hashes[number * size : (number + 1) * size])
             for plane in planes:
                 row = expected ^ self._plane_salts[plane]
-                found = pool.planes[plane][page].view(self._word).reshape(row.shape)
+                found = self._read(pool, plane, np.array([page], np.int32)).view(self._word).reshape(row.shape)
                 if (bad := (row != found).any(axis=1)).any():
                     offset = int(bad.argmax())
                     what = self._describe(row[offset].tobytes(), found[offset].tobytes())
@@ -128,8 +129,7 @@ class StandIn:
     def _difference(self, pool: PagedPlanes, pages: PageIndices, base: Words, plane: int) -> PageMask:
         """Words of `pages` that are wrong in `plane`, (pages, words); a view on scratch memory."""
         found, differs = self._found[: len(pages)], self._differs[: len(pages)]
-        # mode="raise" would gather into a temporary first; a page out of range is wrong anyway
-        np.take(pool.planes[plane].view(self._word), pages, axis=0, out=found, mode="clip")
+        pool.access.read(plane, pages, found.view(np.uint8))
         np.bitwise_xor(found, base, out=found)
         np.not_equal(found, self._plane_salts[plane], out=differs)
         return differs
@@ -137,14 +137,19 @@ class StandIn:
     def _write_pages(self, pool: PagedPlanes, pages: PageIndices, hashes: Hashes) -> None:
         base = self._rows(hashes).reshape(len(pages), -1)
         values = self._found[: len(pages)]
-        for plane, salt in zip(pool.planes, self._plane_salts, strict=True):
-            plane.view(self._word)[pages] = np.bitwise_xor(base, salt, out=values)
+        for plane, salt in enumerate(self._plane_salts):
+            pool.access.write(plane, pages, np.bitwise_xor(base, salt, out=values).view(np.uint8))
 
     def _write_span(self, pool: PagedPlanes, page: int, offset: int, hashes: Hashes) -> None:
         base = self._rows(hashes)
-        for plane, salt in zip(pool.planes, self._plane_salts, strict=True):
-            rows = plane[page].view(self._word).reshape(self._layout.page_size, -1)
-            np.bitwise_xor(base, salt, out=rows[offset : offset + len(base)])
+        for plane, salt in enumerate(self._plane_salts):
+            pool.access.write_part(plane, page, offset * self._row_bytes, np.bitwise_xor(base, salt).view(np.uint8))
+
+    def _read(self, pool: PagedPlanes, plane: int, pages: PageIndices) -> npt.NDArray[np.uint8]:
+        """Copies of `pages` of a plane, (pages, plane_bytes)."""
+        rows = np.empty((len(pages), self._layout.plane_bytes), np.uint8)
+        pool.access.read(plane, pages, rows)
+        return rows
 
     def _rows(self, hashes: Hashes) -> Words:
         """Rows of the tokens before the plane's salt, (tokens, words of a row)."""

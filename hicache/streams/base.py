@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from hicache.errors import TransferError
 
 
 class Event(Protocol):
@@ -18,6 +20,23 @@ class Event(Protocol):
         """Block until complete. Raises TransferError if work before it failed."""
         ...
 
+    def gate(self) -> None:
+        """Whatever the calling thread computes from now on comes after this event.
+
+        On a CPU this blocks; on CUDA it makes the thread's current stream wait and returns at once. Raises
+        TransferError if work before the event failed; an error on a CUDA device itself may show only at `query`.
+        """
+        ...
+
+
+def raise_failure(cause: BaseException | None) -> None:
+    """Raise TransferError from `cause`, if there is one.
+
+    A new error for each caller: one shared by threads would mix their tracebacks.
+    """
+    if cause is not None:
+        raise TransferError(f"work on a stream failed: {cause}") from cause
+
 
 class Stream(ABC):
     """Work runs in submission order; streams are ordered against each other only by events.
@@ -26,7 +45,9 @@ class Stream(ABC):
     closes over snapshots only (index arrays, tensors), never over tree state.
 
     A failing piece of work poisons the stream: work submitted before `clear_error` does not run and
-    its events raise TransferError, as later calls of a CUDA stream do after an error.
+    its events raise TransferError, as later calls of a CUDA stream do after an error. `query` and
+    `synchronize` report a failure only once all that was submitted before the event has stopped: pages
+    are freed on their word.
     """
 
     @abstractmethod
@@ -34,6 +55,14 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event: ...
+
+    def submit_all(self, works: Sequence[Callable[[], None]]) -> list[Event]:
+        """Submit each and record an event after each, in one call: cheaper than one by one on CUDA."""
+        events = []
+        for work in works:
+            self.submit(work)
+            events.append(self.record())
+        return events
 
     @abstractmethod
     def wait(self, event: Event) -> None:

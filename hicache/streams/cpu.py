@@ -6,8 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from hicache.errors import ProtocolError, TransferError
-from hicache.streams.base import Event, Stream
+from hicache.errors import ProtocolError
+from hicache.streams.base import Event, Stream, raise_failure
 
 
 class ThreadEvent:
@@ -20,22 +20,21 @@ class ThreadEvent:
     def query(self) -> bool:
         if not self._done.is_set():
             return False
-        self._raise_failure()
+        raise_failure(self._cause)
         return True
 
     def synchronize(self) -> None:
         self._done.wait()
-        self._raise_failure()
+        raise_failure(self._cause)
+
+    def gate(self) -> None:
+        """Blocks: a thread's computation on a CPU has no other way to come later."""
+        self.synchronize()
 
     def complete(self, cause: BaseException | None) -> None:
         """For the stream: work before this point is over; `cause` is what made it fail."""
         self._cause = cause
         self._done.set()
-
-    def _raise_failure(self) -> None:
-        if self._cause is not None:
-            # A new error for each caller: one shared by threads would mix their tracebacks.
-            raise TransferError(f"work on a stream failed: {self._cause}") from self._cause
 
 
 class ThreadStream(Stream):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from hicache.kernels.dispatch import CopyKernels
-from hicache.kernels.reference import Bytes2D, ReferenceKernels
+from hicache.kernels.base import Bytes2D, PageCopier
+from hicache.kernels.reference import ReferenceCopier
 from hicache.types import PageIndices
 
 
@@ -31,23 +33,41 @@ class CopyCase:
         return list(planes), random.integers(0, 256, (self.num_host_pages, self.page_stride), np.uint8)
 
 
-def check_gather(kernels: CopyKernels, case: CopyCase) -> None:
+class Bind(Protocol):
+    """The implementation under test: a copier between pools.
+
+    `fetch` is called after a copy. Where the copier worked on other memory than the given arrays, as on a GPU, it
+    waits for the copy and brings all bytes of both pools back into them.
+    """
+
+    def __call__(self, planes: Sequence[Bytes2D], host: Bytes2D) -> tuple[PageCopier, Callable[[], None]]: ...
+
+
+def in_place(make: Callable[[Sequence[Bytes2D], Bytes2D], PageCopier]) -> Bind:
+    """The `Bind` of a copier that works on the arrays it is given."""
+    return lambda planes, host: (make(planes, host), lambda: None)
+
+
+def check_gather(bind: Bind, case: CopyCase) -> None:
     """Raise AssertionError if any byte of either pool differs from the reference after a gather."""
     results = []
-    for implementation in (kernels, ReferenceKernels()):
+    for implementation in (bind, in_place(ReferenceCopier)):
         planes, host = case.pools()
-        implementation.gather(planes, case.device_pages, host, case.host_pages)
+        copier, fetch = implementation(planes, host)
+        copier.copy(case.device_pages, case.host_pages).gather()
+        fetch()
         results.append((planes, host))
     _expect_equal(*results)
 
 
-def check_scatter(kernels: CopyKernels, case: CopyCase, first_plane: int, count: int) -> None:
+def check_scatter(bind: Bind, case: CopyCase, first_plane: int, count: int) -> None:
     """The same for a scatter of `count` planes from `first_plane` on."""
     results = []
-    for implementation in (kernels, ReferenceKernels()):
+    for implementation in (bind, in_place(ReferenceCopier)):
         planes, host = case.pools()
-        some = planes[first_plane : first_plane + count]
-        implementation.scatter(some, case.device_pages, host, case.host_pages, first_plane)
+        copier, fetch = implementation(planes, host)
+        copier.copy(case.device_pages, case.host_pages).scatter(first_plane, count)
+        fetch()
         results.append((planes, host))
     _expect_equal(*results)
 

@@ -16,9 +16,10 @@ from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocat
 from hicache.errors import IntegrityError, StorageError
 from hicache.hashing import DIGEST_BYTES, StoreIdentity
 from hicache.host_pool.pool import POISON_BYTE, HostPool
-from hicache.kernels.dispatch import select_kernels
+from hicache.kernels.dispatch import bind
 from hicache.layout import KVLayout
 from hicache.lifecycle import DetachReport
+from hicache.plane_access import HostPlanes, PlaneAccess
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
@@ -79,10 +80,10 @@ class FlakyBackend(MemoryBackend):
 
 @dataclass(frozen=True)
 class _Planes:
-    """Any bytes in the shape that the stand-in checks: per plane (num_pages, plane_bytes)."""
+    """Any bytes in the shape that the stand-in checks."""
 
     layout: KVLayout
-    planes: Sequence[npt.NDArray[np.uint8]]
+    access: PlaneAccess
 
 
 class Rig:
@@ -103,7 +104,7 @@ class Rig:
         self.engine: StorageEngine | None = None
         if options.host_pages:
             host = HostPool(self.layout, options.host_pages)
-            copies = CopyEngine(pool, host, self.d2h, self.h2d, select_kernels("cpu"))
+            copies = CopyEngine(self.layout, bind(pool.planes, host.array), self.d2h, self.h2d)
             self.tiers.host = HostTier(host, copies, options.host_write)
         if options.storage_pages:
             self.backend = FlakyBackend(self.tiers.identity, options.storage_pages * self.layout.page_stride)
@@ -213,7 +214,7 @@ class Rig:
         """Raise IntegrityError unless the first `num_tokens` tokens of an admitted request have the right KV."""
         pages = self.requests.pages(req)[: num_tokens // self.layout.page_size]
         prefix = req.tokens[: len(pages) * self.layout.page_size].tobytes()
-        self._check("device", self.tiers.device_pool.planes, pages, prefix, req.namespace)
+        self._check("device", self.tiers.device_pool.access, pages, prefix, req.namespace)
 
     def check(self) -> None:
         """All invariants, and every byte that any tier calls readable."""
@@ -225,7 +226,7 @@ class Rig:
     def _check_node(self, prefix: bytes, node: Node, namespace: bytes) -> None:
         host = self.tiers.host
         if node.residency.on_device and node.device_pages is not None:
-            self._check("device", self.tiers.device_pool.planes, node.device_pages, prefix, namespace)
+            self._check("device", self.tiers.device_pool.access, node.device_pages, prefix, namespace)
         if node.residency.on_host and node.host_pages is not None and host is not None:
             self._check("host", self._planes(host.pool.array), node.host_pages, prefix, namespace)
         if self.backend is not None:
@@ -241,14 +242,14 @@ class Rig:
                 end = len(prefix) - len(node.key) + (index + 1) * self.tiers.tree.page_bytes
                 self._check("storage", self._planes(page), np.zeros(1, np.int32), prefix[:end], namespace)
 
-    def _planes(self, pages: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    def _planes(self, pages: npt.NDArray[np.uint8]) -> HostPlanes:
         size = self.layout.plane_bytes
-        return [pages[:, plane * size : (plane + 1) * size] for plane in range(self.layout.num_planes)]
+        return HostPlanes([pages[:, plane * size : (plane + 1) * size] for plane in range(self.layout.num_planes)])
 
     def _check(
         self,
         tier: str,
-        planes: Sequence[npt.NDArray[np.uint8]],
+        access: PlaneAccess,
         pages: npt.NDArray[np.int32],
         prefix: bytes,
         namespace: bytes,
@@ -257,7 +258,7 @@ class Rig:
         hashes = PrefixHasher(namespace).extend(np.frombuffer(prefix, np.int32))
         last = len(pages) * self.layout.page_size
         hashes = hashes[len(hashes) - last :]
-        view = _Planes(self.layout, planes)
+        view = _Planes(self.layout, access)
         wrong = self._standin.count_wrong(view, pages, hashes, range(self.layout.num_planes))
         if wrong:
             what = next(iter(self._standin.explain(view, pages, hashes, range(self.layout.num_planes))), "")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hicache.errors import ProtocolError, TransferError
-from hicache.streams.base import Event, Stream
+from hicache.streams.base import Event, Stream, raise_failure
 
 
 class SteppedEvent:
@@ -18,14 +18,17 @@ class SteppedEvent:
         self._cause: BaseException | None = None
 
     def query(self) -> bool:
-        if self._cause is not None:
-            raise TransferError(f"work on a stream failed: {self._cause}") from self._cause
+        raise_failure(self._cause)
         return self._done
 
     def synchronize(self) -> None:
         """Raises ProtocolError if not complete: nothing would ever complete it while the caller blocks."""
         if not self.query():
             raise ProtocolError("a stepped stream cannot block: drive it with step() or drain()")
+
+    def gate(self) -> None:
+        """As `synchronize`: what a thread computes on a CPU comes later only if it blocks."""
+        self.synchronize()
 
     def complete(self, cause: BaseException | None) -> None:
         self._cause = cause

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-
-import numpy as np
+from typing import TypeVar
 
 from hicache.device_pool import DevicePool
 from hicache.errors import ProtocolError
 from hicache.host_pool.pool import HostPool
-from hicache.kernels.dispatch import CopyKernels
-from hicache.kernels.reference import check_pages
+from hicache.kernels.base import PageCopier
+from hicache.kernels.dispatch import bind
+from hicache.layout import KVLayout
+from hicache.streams import create_stream
 from hicache.streams.base import Event, Stream
 from hicache.transfer.tickets import CopyTicket, LoadTicket
 from hicache.types import PageIndices
+
+AnyCopier = TypeVar("AnyCopier", bound=PageCopier)
 
 
 class CopyEngine:
@@ -26,49 +30,46 @@ class CopyEngine:
     `recover`; tickets handed out before it never turn good.
     """
 
-    def __init__(
-        self, device_pool: DevicePool, host_pool: HostPool, d2h: Stream, h2d: Stream, kernels: CopyKernels
-    ) -> None:
-        if device_pool.layout != host_pool.layout:
-            raise ProtocolError("the device pool and the host pool have different layouts")
-        self._device_pool = device_pool
-        self._host_pool = host_pool
+    def __init__(self, layout: KVLayout, copier: PageCopier, d2h: Stream, h2d: Stream) -> None:
+        self._layout = layout
+        self._copier: PageCopier | None = copier
         self._d2h = d2h
         self._h2d = h2d
-        self._kernels = kernels
-        self._layout = device_pool.layout
+
+    @classmethod
+    def between(cls, device_pool: DevicePool, host_pool: HostPool) -> CopyEngine:
+        """An engine with the fastest kernels and streams for two pools that hold nothing yet.
+
+        Loads go first where the device knows priorities: requests wait for them. Memory that is not pinned is copied
+        by worker threads. Raises ProtocolError for pools of different layouts, ConfigError if the device's extra is
+        missing.
+        """
+        check_layouts(device_pool, host_pool)
+        device = device_pool.device if host_pool.pinned else "cpu"
+        copier = bind(device_pool.planes, host_pool.array, host_pool.pinned)
+        return cls(device_pool.layout, copier, create_stream(device, "d2h"), create_stream(device, "h2d", priority=-1))
 
     def backup(self, device_pages: PageIndices, host_pages: PageIndices, after: Event | None = None) -> CopyTicket:
         """Copy device pages to host pages, as one piece of work; starts when `after` is complete."""
-        device_pages, host_pages = self._snapshot(device_pages, host_pages)
+        copy = self._open().copy(device_pages, host_pages)
         if after is not None:
             self._d2h.wait(after)
-        self._d2h.submit(
-            partial(self._kernels.gather, self._device_pool.planes, device_pages, self._host_pool.array, host_pages)
-        )
+        self._d2h.submit(copy.gather)
         return CopyTicket(self._d2h.record(), len(host_pages) * self._layout.page_bytes)
 
     def load_back(self, host_pages: PageIndices, device_pages: PageIndices, after: Event | None = None) -> LoadTicket:
         """Copy host pages to device pages, layer by layer; starts when `after` is complete."""
-        device_pages, host_pages = self._snapshot(device_pages, host_pages)
+        copy = self._open().copy(device_pages, host_pages)
         if after is not None:
             self._h2d.wait(after)
-        events = [self._load_layer(layer, host_pages, device_pages) for layer in range(self._layout.num_layers)]
-        return LoadTicket(events, len(host_pages) * self._layout.page_bytes)
-
-    def _load_layer(self, layer: int, host_pages: PageIndices, device_pages: PageIndices) -> Event:
         width = self._layout.planes_per_layer
-        first = layer * width
-        planes = self._device_pool.planes[first : first + width]
-        self._h2d.submit(partial(self._kernels.scatter, planes, device_pages, self._host_pool.array, host_pages, first))
-        return self._h2d.record()
+        layers = [partial(copy.scatter, layer * width, width) for layer in range(self._layout.num_layers)]
+        return LoadTicket(self._h2d.submit_all(layers), len(host_pages) * self._layout.page_bytes)
 
-    def _snapshot(self, device_pages: PageIndices, host_pages: PageIndices) -> tuple[PageIndices, PageIndices]:
-        if len(device_pages) != len(host_pages):
-            raise ProtocolError(f"{len(device_pages)} device pages are paired with {len(host_pages)} host pages")
-        check_pages("device", device_pages, self._device_pool.num_pages)
-        check_pages("host", host_pages, self._host_pool.num_pages)
-        return np.array(device_pages, np.int32), np.array(host_pages, np.int32)
+    def wrap_copier(self, wrap: Callable[[PageCopier], AnyCopier]) -> AnyCopier:
+        """Let copies from now on go through what `wrap` makes of the copier in use: to inject faults, to count."""
+        self._copier = copier = wrap(self._open())
+        return copier
 
     def recover(self) -> None:
         """Let copies submitted from now on run again after a failure."""
@@ -76,6 +77,18 @@ class CopyEngine:
         self._h2d.clear_error()
 
     def close(self) -> None:
-        """Finish what was submitted and stop both streams. Idempotent."""
+        """Finish what was submitted, stop both streams and let go of the pools. Idempotent."""
         self._d2h.close()
         self._h2d.close()
+        self._copier = None
+
+    def _open(self) -> PageCopier:
+        if self._copier is None:
+            raise ProtocolError("the copy engine is closed")
+        return self._copier
+
+
+def check_layouts(device_pool: DevicePool, host_pool: HostPool) -> None:
+    """Raise ProtocolError if the pools' pages are of different layouts."""
+    if device_pool.layout != host_pool.layout:
+        raise ProtocolError("the device pool and the host pool have different layouts")

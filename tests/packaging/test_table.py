@@ -61,3 +61,10 @@ def test_every_other_package_is_a_regular_one() -> None:
     for package in declared_packages():
         if package != "hicache.kernels":
             assert (ROOT / Path(*package.split(".")) / "__init__.py").exists(), package
+
+
+def test_cuda_sources_are_data_and_no_package() -> None:
+    files = [path for path in (ROOT / "kernels" / "cuda").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".cu", ".cuh"}, "package-data takes only these"
+    assert {path.parent for path in files} == {ROOT / "kernels" / "cuda"}, "and only from this folder"
+    assert '"hicache.kernels" = ["cuda/*.cu", "cuda/*.cuh"]' in pyproject()

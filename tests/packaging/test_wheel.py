@@ -1,4 +1,4 @@
-"""A built wheel and source distribution hold every module exactly once, below hicache."""
+"""A built wheel and source distribution hold every module and CUDA source exactly once, below hicache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("hicache", "host_pool", "kernels", "storage_backends")
 FILES = ("LICENSE", "README.md", "pyproject.toml")
 LINKED = SOURCES[1:]
+CODE = (".py", ".cu", ".cuh")
 
 
 def build(source: Path, out: Path, *kind: str) -> Path:
@@ -49,13 +50,21 @@ def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def modules_in(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return sorted(name for name in archive.namelist() if name.endswith(".py"))
+        return sorted(name for name in archive.namelist() if name.endswith(CODE))
+
+
+def cuda_sources(wheel: Path) -> set[str]:
+    return {Path(name).name for name in modules_in(wheel) if name.startswith("hicache/kernels/cuda/")}
+
+
+def code_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix in CODE]
 
 
 def modules_of(checkout: Path) -> list[str]:
-    """Where every module of the sources belongs in a wheel."""
-    own = [path for path in (checkout / "hicache").rglob("*.py") if not any(p.is_symlink() for p in path.parents)]
-    linked = [path for name in LINKED for path in (checkout / name).rglob("*.py")]
+    """Where every module and every CUDA source belongs in a wheel."""
+    own = [path for path in code_below(checkout / "hicache") if not any(p.is_symlink() for p in path.parents)]
+    linked = [path for name in LINKED for path in code_below(checkout / name)]
     return sorted(
         [str(path.relative_to(checkout)) for path in own] + [f"hicache/{path.relative_to(checkout)}" for path in linked]
     )
@@ -67,6 +76,7 @@ def test_the_wheel_holds_every_module_once_below_hicache(checkout: Path, wheel: 
         names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"hicache"}
     assert "hicache/py.typed" in names
+    assert "hicache/kernels/cuda/copy.cu" in names
     assert any(name.endswith("LICENSE") for name in names)
 
 
@@ -77,6 +87,7 @@ def test_a_wheel_from_the_source_distribution_is_the_same(
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
+    assert {path.name for path in code_below(source / "kernels" / "cuda")} == cuda_sources(wheel)
     again = build(source, tmp_path_factory.mktemp("again"), "--wheel")
     assert modules_in(again) == modules_in(wheel)
 
@@ -89,6 +100,11 @@ import sys; sys.path.insert(0, {str(tmp_path)!r})
 import hicache, hicache.host_pool, hicache.kernels, hicache.storage_backends.base as base
 assert hicache.__file__.startswith({str(tmp_path)!r}), hicache.__file__
 assert base.__file__.startswith({str(tmp_path)!r}), base.__file__
+from importlib.resources import files
+found = {{file.name for file in (files("hicache.kernels") / "cuda").iterdir()}}
+assert found == {cuda_sources(wheel)!r}, found
+from hicache.observability.doctor.copies import cuda_sources
+assert set(cuda_sources()) == {{name for name in found if name.endswith(".cu")}}
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code],

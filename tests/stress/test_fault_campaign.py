@@ -33,7 +33,6 @@ from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocat
 from hicache.errors import BadInput, ConfigError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
 from hicache.host_pool.pool import POISON_BYTE, HostPool
-from hicache.kernels.dispatch import select_kernels
 from hicache.layout import KVLayout
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Request, RequestManager
@@ -124,7 +123,7 @@ class Scene:
         self.sleep: Callable[[float], None] = lambda seconds: None
         host = HostPool(LAYOUT, HOST_PAGES)
         pool = DevicePool(LAYOUT, DEVICE_PAGES)
-        copies = CopyEngine(pool, host, create_stream("cpu", "d2h"), create_stream("cpu", "h2d"), select_kernels("cpu"))
+        copies = CopyEngine.between(pool, host)
         self.tiers = Tiers(
             identity=IDENTITY,
             tree=RadixTree(LAYOUT.page_size, "lru", "lru"),

@@ -54,6 +54,7 @@ def test_defaults() -> None:
     assert made.storage is not None
     assert (made.poison, made.device.device, made.device.eviction) == (False, "auto", "lru")
     assert (made.host.pinned, made.host.eviction, made.host.selective_hits) == ("auto", "lru", 2)
+    assert (made.host.huge_pages, made.host.numa) == (False, "auto")
     assert (made.storage.backend, made.storage.values, made.storage.durability) == ("lmdb", "slab", "batch")
     assert (made.storage.threads, made.queue_bytes()) == (2, 256 * 2**20)
     assert (made.storage.queue_time, made.storage.load_deadline, made.storage.store_deadline) == (10.0, 5.0, 30.0)
@@ -63,6 +64,14 @@ def test_defaults() -> None:
         "deadline": "200ms",
         "min_pages": 1,
     }
+
+
+def test_placement_of_the_host_memory() -> None:
+    for text, numa in (("auto", "auto"), ("0", 0), ("3", 3), ("null", None)):
+        made = config(("24MiB", f"24MiB\n    huge_pages: true\n    numa: {text}"))
+        assert made.host is not None
+        assert (made.host.huge_pages, made.host.numa) == (True, numa)
+        assert made.model_dump(mode="json")["tiers"][1]["numa"] == numa
 
 
 def test_layout_and_identity() -> None:
@@ -182,6 +191,19 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
             "size: 24MiB",
             "size: 24MiB\n    pinned: 7",
             "t.yaml:13: tiers[1].pinned: 7 is not one of 'auto', True or False",
+        ),
+        (
+            "size: 24MiB",
+            "size: 24MiB\n    huge_pages: 2MiB",
+            "t.yaml:13: tiers[1].huge_pages: should be a valid boolean",
+        ),
+        ("size: 24MiB", "size: 24MiB\n    numa: gpu", "t.yaml:13: tiers[1].numa: 'gpu' is not auto, the number of a"),
+        ("size: 24MiB", "size: 24MiB\n    numa: yes", "t.yaml:13: tiers[1].numa: True is not auto, the number of a"),
+        ("size: 24MiB", "size: 24MiB\n    numa: -1", "t.yaml:13: tiers[1].numa: -1 is not auto, the number of a"),
+        (
+            "size: 8192 tokens\n  - tier: host",
+            "size: 1MiB\n    device: cpu\n  - tier: host\n    pinned: true",
+            "t.yaml:13: tiers[1].pinned: pinned: true needs a CUDA device, this one is cpu: use pinned: auto",
         ),
         ("size: 24MiB", "size: 24MiB\n    size: 1MiB", "t.yaml:13: tiers[1].size: this key is given twice"),
         ("tier: host", "tier: hots", "t.yaml:11: tiers[1]: 'hots' is not one of 'device', 'host', 'storage', did you"),

@@ -50,6 +50,38 @@ def test_more_memory_than_any_machine_has() -> None:
         check_machine(huge)
 
 
+def with_host(**keys: object) -> CacheConfig:
+    overrides = [f"tiers.1.{key}={value}" for key, value in keys.items()]
+    return parse_config(TEXT, source="t.yaml", overrides=overrides)
+
+
+def test_pinning_is_judged_once_the_device_is_known() -> None:
+    pinned = with_host(pinned="true")
+    check_machine(pinned)
+    check_machine(pinned, device="cuda:0")
+    check_machine(config(), device="cpu")
+    place = r"^--set tiers\.1\.pinned=true: tiers\[1\]\.pinned: "
+    with pytest.raises(ConfigError, match=place + r"pinned: true needs a CUDA device, this one is cpu"):
+        check_machine(pinned, device="cpu")
+
+
+def test_a_numa_node_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.host_pool.numa.memory_nodes", lambda: [0, 1])
+    with pytest.raises(ConfigError, match=r"^--set tiers\.1\.numa=7: tiers\[1\]\.numa: node 7 .*choose one of 0, 1$"):
+        check_machine(with_host(numa=7))
+    for fine in ("auto", "null"):
+        check_machine(with_host(numa=fine))
+
+
+def test_huge_pages_that_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "enabled"
+    file.write_text("always madvise [never]\n")
+    monkeypatch.setattr("hicache.host_pool.arena._THP", file)
+    with pytest.raises(ConfigError, match=r"tiers\[1\]\.huge_pages: transparent huge pages are off: set .* to madvise"):
+        check_machine(with_host(huge_pages="true"))
+    check_machine(with_host(huge_pages="false"))
+
+
 def test_a_store_may_exist_or_be_made_in_a_folder_that_does(tmp_path: Path) -> None:
     check_machine(with_store(tmp_path))
     check_machine(with_store(tmp_path / "new"))

@@ -12,12 +12,12 @@ def test_planes_of_scattered_bytes_are_refused() -> None:
     planes = [np.ones((4, 16), np.uint8)[:, ::2]]
     host = np.zeros((4, 8), np.uint8)
     with pytest.raises(ProtocolError, match="not rows of bytes"):
-        compiled.CompiledKernels().gather(planes, np.array([0]), host, np.array([0]))
+        compiled.CompiledCopier(planes, host)
     assert not host.any()
 
 
 def test_pages_may_be_apart() -> None:
     spaced = np.arange(32, dtype=np.uint8).reshape(4, 8)
     host = np.zeros((4, 8), np.uint8)
-    compiled.CompiledKernels().gather([spaced[:, :4], spaced[:, 4:]], np.array([3]), host, np.array([1]))
+    compiled.CompiledCopier([spaced[:, :4], spaced[:, 4:]], host).copy(np.array([3]), np.array([1])).gather()
     assert (host[1] == spaced[3]).all() and not host[[0, 2, 3]].any()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hicache.kernels import cpu
-from hicache.testing.kernels import CopyCase, check_gather, check_scatter
+from hicache.testing.kernels import CopyCase, check_gather, check_scatter, in_place
 
 
 def _kinds(sources: list[int], targets: list[int], plane_bytes: int) -> list[type]:
-    pairs = cpu._pairs(np.array(sources, np.int32), np.array(targets, np.int32), plane_bytes)
-    return [type(read) for read, _ in pairs]
+    spans = cpu._spans(np.array(sources, np.int32), np.array(targets, np.int32), plane_bytes)
+    return [type(span) for span, _ in spans]
 
 
 def test_neighbours_on_both_sides_are_one_slice() -> None:
@@ -32,5 +32,5 @@ def test_chunks_cover_every_page(monkeypatch: pytest.MonkeyPatch, batch: int) ->
     monkeypatch.setattr(cpu, "CHUNK_BYTES", 8 * 16)
     order = np.random.default_rng(batch).permutation(40)[:batch].astype(np.int32)
     case = CopyCase(3, 16, 64, 40, 40, order, order[::-1].copy())
-    check_gather(cpu.CpuKernels(), case)
-    check_scatter(cpu.CpuKernels(), case, 1, 2)
+    check_gather(in_place(cpu.CpuCopier), case)
+    check_scatter(in_place(cpu.CpuCopier), case, 1, 2)

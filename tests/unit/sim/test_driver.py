@@ -11,6 +11,7 @@ import pytest
 
 from hicache.errors import CapacityError, IntegrityError, TransferError
 from hicache.layout import KVLayout
+from hicache.plane_access import HostPlanes
 from hicache.sim.driver import Replay, ReplayOptions
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.ports import ReplayTarget
@@ -106,6 +107,14 @@ class Request:
 class Pool:
     layout: KVLayout
     planes: list[npt.NDArray[np.uint8]]
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.planes[0])
+
+    @property
+    def access(self) -> HostPlanes:
+        return HostPlanes(self.planes)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.layout import DTYPE_BYTES, KVLayout
+from hicache.plane_access import HostPlanes
 from hicache.sim.prefix_hash import Hashes, PrefixHasher
 from hicache.sim.standin import StandIn
 
@@ -34,6 +35,14 @@ class Pool:
     def __post_init__(self) -> None:
         shape = (NUM_PAGES, self.layout.plane_bytes)
         self.planes = [np.full(shape, POISON, np.uint8) for _ in range(self.layout.num_planes)]
+
+    @property
+    def num_pages(self) -> int:
+        return NUM_PAGES
+
+    @property
+    def access(self) -> HostPlanes:
+        return HostPlanes(self.planes)
 
 
 def hashes(count: int, namespace: bytes = b"", seed: int = 0) -> Hashes:

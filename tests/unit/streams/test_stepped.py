@@ -19,8 +19,10 @@ def test_nothing_runs_before_a_step() -> None:
 
 
 def test_synchronize_of_an_incomplete_event_is_a_bug() -> None:
-    with pytest.raises(ProtocolError, match="cannot block"):
-        SteppedStream().record().synchronize()
+    event = SteppedStream().record()
+    for block in (event.synchronize, event.gate):
+        with pytest.raises(ProtocolError, match="cannot block"):
+            block()
 
 
 def test_blocked_until_the_other_stream_moves() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hicache.device_pool import DevicePool
 from hicache.errors import ProtocolError, TransferError
 from hicache.host_pool.pool import HostPool
-from hicache.kernels.cpu import CpuKernels
+from hicache.kernels.dispatch import bind
 from hicache.layout import KVLayout
-from hicache.streams import ThreadStream
 from hicache.testing.stepped import SteppedStream, drain
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.types import PageIndices
@@ -42,7 +41,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     for plane in device.planes:
         plane[:] = random.integers(1, 256, plane.shape, np.uint8)
     d2h, h2d = SteppedStream("d2h"), SteppedStream("h2d")
-    engine = CopyEngine(device, host, d2h, h2d, CpuKernels())
+    engine = CopyEngine(device.layout, bind(device.planes, host.array), d2h, h2d)
     yield Rig(device, host, d2h, h2d, engine)
     drain(d2h, h2d)
     engine.close()
@@ -165,7 +164,7 @@ def test_unpaired_pages_are_refused_at_once(rig: Rig) -> None:
 
 def test_pools_of_different_layouts_are_refused() -> None:
     with pytest.raises(ProtocolError, match="different layouts"):
-        CopyEngine(DevicePool(MHA, 1), HostPool(MLA, 1), SteppedStream(), SteppedStream(), CpuKernels())
+        CopyEngine.between(DevicePool(MHA, 1), HostPool(MLA, 1))
 
 
 def test_close_may_be_repeated_and_ends_the_streams(rig: Rig) -> None:
@@ -179,7 +178,7 @@ def test_close_may_be_repeated_and_ends_the_streams(rig: Rig) -> None:
 
 def test_on_real_threads() -> None:
     device, host = DevicePool(MHA, 4), HostPool(MHA, 4)
-    engine = CopyEngine(device, host, ThreadStream("d2h"), ThreadStream("h2d"), CpuKernels())
+    engine = CopyEngine.between(device, host)
     device.planes[5][0] = 42
     engine.backup(pages(0), pages(3)).synchronize()
     load = engine.load_back(pages(3), pages(2))

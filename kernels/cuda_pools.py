@@ -1,0 +1,75 @@
+"""The two pools of a CUDA copy, batches of their pages, and where the bytes of a batch lie."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from hicache.kernels.base import Bytes2D, check_width
+from hicache.kernels.cuda_driver import Addresses
+from hicache.kernels.cuda_planes import CudaPlanes
+from hicache.types import PageIndices
+
+
+class CudaPools:
+    """Device planes and a pinned host pool, uint8 (num_pages, page_stride), which the GPU addresses directly.
+
+    Memory that is registered with CUDA has the same address on both sides (unified addressing, on all 64-bit
+    systems). It may be registered piece by piece, as long as no page lies in two pieces: a copy engine refuses to go
+    over the end of one, so no copy is of more than a page.
+    """
+
+    def __init__(self, planes: CudaPlanes, host: Bytes2D) -> None:
+        check_width(len(planes), planes.plane_bytes, host.shape[1])
+        self.planes = planes
+        self.host = host
+        self.num_planes = len(planes)
+        self.plane_bytes = planes.plane_bytes
+        self.page_bytes = self.num_planes * planes.plane_bytes
+        self.page_stride = host.shape[1]
+        self.host_address = host.ctypes.data
+        self.device = planes.device
+
+    @property
+    def stream(self) -> int:
+        """Handle of the calling thread's current stream."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """The widest access that every address allows."""
+        numbers = [self.plane_bytes, self.page_stride, self.host_address, *self.planes.addresses.tolist()]
+        return next(width for width in (16, 8, 4, 2, 1) if all(number % width == 0 for number in numbers))
+
+
+class PageBatch:
+    """Pairs of pages: device page i and host page i."""
+
+    def __init__(self, pools: CudaPools, device_pages: PageIndices, host_pages: PageIndices) -> None:
+        self.pools = pools
+        self.device_pages = device_pages
+        self.host_pages = host_pages
+
+    def __len__(self) -> int:
+        return len(self.device_pages)
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """Both arrays on the GPU, int32 (2, pages). The first use uploads them, on the thread's current stream."""
+        pinned = torch.from_numpy(np.stack((self.device_pages, self.host_pages))).pin_memory()
+        return pinned.to(self.pools.device, non_blocking=True)
+
+    def host_addresses(self) -> Addresses:
+        """Where the host pages begin, (pages,)."""
+        offsets: Addresses = self.host_pages.astype(np.uint64) * np.uint64(self.pools.page_stride)
+        return offsets + np.uint64(self.pools.host_address)
+
+    def pieces(self, first_plane: int, count: int) -> tuple[Addresses, Addresses]:
+        """Where each plane of each page begins on the device and on the host, (pages * count,)."""
+        size = np.uint64(self.pools.plane_bytes)
+        planes = self.pools.planes.addresses[first_plane : first_plane + count]
+        device = planes[np.newaxis] + (self.device_pages.astype(np.uint64) * size)[:, np.newaxis]
+        offsets = np.arange(first_plane, first_plane + count, dtype=np.uint64) * size
+        return device.ravel(), (self.host_addresses()[:, np.newaxis] + offsets[np.newaxis]).ravel()

@@ -1,0 +1,62 @@
+"""From a .cu file and the sizes of a layout to a kernel on a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+_FOLDER = Path(__file__).parent / "cuda"
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A CUDA stream as CuPy's launcher wants it."""
+
+    ptr: int
+
+
+class Kernel:
+    """A compiled kernel. Launching it takes a few microseconds of the calling thread and never waits."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def launch(self, blocks: int, threads: int, arguments: tuple[object, ...], stream: int) -> None:
+        """Enqueue on a CUDA stream, given by its handle. Pointers are ints, unsigned ints numpy scalars."""
+        self._function((blocks,), (threads,), arguments, 0, _Handle(stream))
+
+
+@cache
+def kernel(file: str, name: str, device: int, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+    """The kernel `name` of kernels/cuda/`file`, compiled for a GPU with `macros` defined.
+
+    Compiled once for each set of macros; CuPy keeps the result on disk, by the text of the source.
+    """
+    options = ("-std=c++17", *(f"-D{key}={value}" for key, value in macros))
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=source(file), options=options)
+        return Kernel(module.get_function(name).kernel)
+
+
+@cache
+def source(file: str) -> str:
+    """Text of a .cu file with its .cuh files in their places, each once: so CuPy's key covers all of it."""
+    seen: set[str] = set()
+
+    def included(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return _INCLUDE.sub(included, _read(match[1]))
+
+    return _INCLUDE.sub(included, _read(file)).replace("#pragma once", "")
+
+
+def _read(file: str) -> str:
+    return (_FOLDER / file).read_text()
