@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from hicache.kernels.cuda_paths import DirectPath, KernelPath, Path, StagedPath
 from hicache.kernels.cuda_pools import CudaPools, PageBatch
@@ -19,10 +19,15 @@ MEASURED_BYTES = 64 << 20
 
 REPEATS = 3
 
+GOOD_ENOUGH = 0.9
+"""Of the fastest path's speed: then one that costs less elsewhere is taken instead."""
+
+DIRECT_BYTES = 16 << 10
+"""Smaller planes are not worth trying by themselves: a copy engine takes a microsecond for each, at best."""
+
 _LAYER_PLANES = 2
 
-GOOD_ENOUGH = 0.9
-"""Of the fastest path's speed: then a path that keeps fewer multiprocessors busy is taken instead."""
+_EVENT: Callable[..., torch.cuda.Event] = torch.cuda.Event  # its constructor has no types
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,23 @@ def measured_choice(pools: CudaPools) -> Choice:
     batch = _batch(pools)
     nbytes = len(batch) * pools.page_bytes
     direct, staged, kernel = paths(pools)
+    by_plane = [direct] if pools.plane_bytes >= DIRECT_BYTES else []
     stream = create_stream(str(pools.device), "choice")
-    # First down, so that what comes up is what the device pages held.
-    down = {path: nbytes / _seconds(stream, partial(path.gather, batch)) / 1e9 for path in (direct, staged, kernel)}
-    up = {path: nbytes / _seconds(stream, partial(_scatter_all, path, batch)) / 1e9 for path in (direct, kernel)}
+
+    def speeds(tried: Sequence[Path], work: Callable[[Path], None]) -> dict[Path, float]:
+        return {path: nbytes / _seconds(stream, partial(work, path)) / 1e9 for path in tried}
+
+    # First down, so that what comes up is what the device pages held. Each list begins with what costs the others
+    # least: `direct` takes time of the calling thread for every plane, and multiprocessors that write to host memory
+    # hold up all others, which reading does not.
+    down = speeds([staged, *by_plane, kernel], lambda path: path.gather(batch))
+    up = speeds([kernel, *by_plane], lambda path: _scatter_all(path, batch))
     measured = {f"down {path.name}": speed for path, speed in down.items()}
     return Choice(_best(down), _best(up), measured | {f"up {path.name}": speed for path, speed in up.items()})
 
 
 def paths(pools: CudaPools) -> tuple[Path, Path, Path]:
-    """All paths, first those that keep the fewest multiprocessors busy."""
+    """All paths: direct, staged, kernel."""
     return DirectPath(pools), StagedPath(pools), KernelPath(pools)
 
 
@@ -78,13 +90,18 @@ def _scatter_all(path: Path, batch: PageBatch) -> None:
 
 
 def _seconds(stream: Stream, work: Callable[[], None]) -> float:
-    """The best of some runs, after one to warm up. On the CPU's clock: launching is part of the price."""
-    _run(stream, work)
-    return min(_run(stream, work) for _ in range(REPEATS))
+    """The best of some runs, after one to warm up; launching is part of the price."""
+    return min([_run(stream, work) for _ in range(REPEATS + 1)][1:])
 
 
 def _run(stream: Stream, work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    stream.submit(work)
+    start, end = _EVENT(enable_timing=True), _EVENT(enable_timing=True)
+
+    def timed() -> None:
+        start.record()
+        work()
+        end.record()
+
+    stream.submit(timed)
     stream.synchronize()
-    return time.perf_counter() - start
+    return max(float(start.elapsed_time(end)), 1e-3) / 1e3

@@ -18,6 +18,10 @@ from hicache.errors import TransferError
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
+CALL_COPIES = 128
+"""Copies in one call. Larger and smaller batches are slower: on an H200, 0.95 of one large copy in calls of 128 pieces
+of 64 KiB, 0.57 in one call of 4096, 0.75 in calls of 16."""
+
 _BATCH_VERSION, _BATCH_WITHOUT_INDEX = 12080, 13000
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there
 _SUCCESS = 0
@@ -44,8 +48,10 @@ def copy_batch(targets: Addresses, sources: Addresses, sizes: Addresses, stream:
     The arrays are contiguous and read before this returns. Each side of a copy lies within one allocation or one
     registration of host memory. Raises TransferError if the driver refuses; copies may then have been enqueued.
     """
-    if len(targets):
-        _batch_copy()(targets, sources, sizes, stream)
+    call = _batch_copy()
+    for at in range(0, len(targets), CALL_COPIES):
+        part = slice(at, at + CALL_COPIES)
+        call(targets[part], sources[part], sizes[part], stream)
 
 
 def driver_version() -> int:

@@ -2,9 +2,9 @@
 
 | path | who moves the bytes | seen on an H200, PCIe 5, of one large cudaMemcpyAsync |
 |---|---|---|
-| kernel | a few multiprocessors read or write host memory | 0.93 to 0.97 from 1 KiB a plane on |
-| staged | pages are gathered on the GPU, a copy engine brings each to the host | 0.88 to 0.96 from 256 KiB a page on |
-| direct | a copy engine, one copy for each plane of each page | 0.03 at 4 KiB a plane, 0.7 at 32, 0.9 at 256 |
+| kernel | a few multiprocessors read or write host memory | 0.94 down, 0.92 up from 1 KiB a plane on |
+| staged | pages are gathered on the GPU, a copy engine brings each to the host | 0.92 to 0.96 from 512 KiB a page on |
+| direct | a copy engine, one copy for each plane of each page | 0.1 at 4 KiB a plane, 0.5 at 32, 0.95 from 64 on |
 
 Multiprocessors that write to host memory slow down all others by a third to two thirds meanwhile, since writes queue
 up on the way; reads do not, nor do copy engines. So device to host goes by `staged` where that is about as fast.
@@ -15,6 +15,7 @@ Everything runs on the calling thread's current stream, which must not be the le
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,13 +28,13 @@ from hicache.kernels.cuda_source import Kernel, kernel
 
 PathName = Literal["direct", "staged", "kernel"]
 
-THREADS = 512
+THREADS = 1024
 STAGING_BYTES = 64 << 20
 """Of device memory for `staged`. Gathering on the GPU waits for the copy of what was staged before: with less, the
 copy engine pauses more often."""
 
-_SHARE = 32
-"""One of so many multiprocessors copies, and at least four: enough to fill PCIe 5 in both directions."""
+_SHARE = 64
+"""One of so many multiprocessors copies, and at least two: enough to fill PCIe 5 in both directions."""
 
 
 class Path(ABC):
@@ -61,8 +62,7 @@ class KernelPath(Path):
 
     def gather(self, batch: PageBatch) -> None:
         """See Path."""
-        device_pages, host_pages = batch.on_device
-        self._kernels.gather(device_pages, host_pages, len(batch), self._pools.host_address, self._kernels.few)
+        self._kernels.gather(batch, 0, len(batch), Target(self._pools.host_address, batch.on_gpu[1]), self._kernels.few)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """See Path."""
@@ -80,12 +80,12 @@ class DirectPath(Path):
     def gather(self, batch: PageBatch) -> None:
         """See Path."""
         device, host = batch.pieces(0, self._pools.num_planes)
-        copy_batch(host, device, np.full(len(host), self._pools.plane_bytes, np.uint64), self._pools.stream)
+        copy_batch(host, device, np.full(len(host), self._pools.plane_bytes, np.uint64), batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """See Path."""
         device, host = batch.pieces(first_plane, count)
-        copy_batch(device, host, np.full(len(host), self._pools.plane_bytes, np.uint64), self._pools.stream)
+        copy_batch(device, host, np.full(len(host), self._pools.plane_bytes, np.uint64), batch.stream)
 
 
 class StagedPath(Path):
@@ -108,23 +108,30 @@ class StagedPath(Path):
             ) from error
         # From host memory: that is over when the call returns, for whatever stream comes first.
         self._identity = torch.arange(self._pages, dtype=torch.int32).to(pools.device)
+        self._target = Target(self._staging.data_ptr(), self._identity.data_ptr())
         self._slots = np.arange(self._pages, dtype=np.uint64) * np.uint64(pools.page_stride)
         self._slots += np.uint64(self._staging.data_ptr())
 
     def gather(self, batch: PageBatch) -> None:
         """See Path."""
-        device_pages, targets = batch.on_device[0], batch.host_addresses()
+        targets = batch.host_addresses()
         for start in range(0, len(batch), self._pages):
             count = min(self._pages, len(batch) - start)
-            self._kernels.gather(
-                device_pages[start:], self._identity, count, self._staging.data_ptr(), self._kernels.many
-            )
+            self._kernels.gather(batch, start, count, self._target, self._kernels.many)
             sizes = np.full(count, self._pools.page_bytes, np.uint64)
-            copy_batch(targets[start : start + count], self._slots[:count], sizes, self._pools.stream)
+            copy_batch(targets[start : start + count], self._slots[:count], sizes, batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """See Path."""
         self._kernels.scatter(batch, first_plane, count)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Page-first memory and the numbers of pages in it, by their addresses on the GPU."""
+
+    memory: int
+    pages: int
 
 
 class CopyKernels:
@@ -138,44 +145,44 @@ class CopyKernels:
             ("PLANE_BYTES", pools.plane_bytes),
             ("PAGE_STRIDE", pools.page_stride),
             ("MAX_THREADS", THREADS),
+            ("UNROLL", 4),
         )
         self._gather = kernel("copy.cu", "gather_pages", index, macros)
         self._scatter = kernel("copy.cu", "scatter_pages", index, macros)
         self.many = torch.cuda.get_device_properties(pools.device).multi_processor_count
-        self.few = max(4, self.many // _SHARE)
+        self.few = max(2, self.many // _SHARE)
+        self._table = pools.planes.table.data_ptr()
+        self._block_bytes = THREADS * pools.vector_bytes
 
-    def gather(self, device_pages: torch.Tensor, targets: torch.Tensor, count: int, address: int, blocks: int) -> None:
-        """All planes of `count` pages to the pages `targets` of page-first memory that begins at `address`."""
-        table, planes = self._pools.planes.table.data_ptr(), self._pools.num_planes
-        arguments = self._arguments(table, address, (device_pages, targets), count, planes, 0)
-        self._launch(self._gather, blocks, count * self._pools.page_bytes, arguments)
+    def gather(self, batch: PageBatch, start: int, count: int, target: Target, blocks: int) -> None:
+        """All planes of a batch's device pages, `count` from number `start` on."""
+        pools = self._pools
+        arguments = (
+            self._table,
+            target.memory,
+            batch.on_gpu[0] + 4 * start,
+            target.pages,
+            np.uint32(count),
+            np.uint32(pools.num_planes),
+            np.uint64(0),
+        )
+        self._launch(self._gather, blocks, count * pools.page_bytes, arguments, batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """Some planes of a batch's host pages to its device pages."""
-        table = self._pools.planes.table.data_ptr() + 8 * first_plane
-        device_pages, host_pages = batch.on_device
-        first_byte = first_plane * self._pools.plane_bytes
-        arguments = self._arguments(
-            table, self._pools.host_address, (device_pages, host_pages), len(batch), count, first_byte
-        )
-        self._launch(self._scatter, self.few, len(batch) * count * self._pools.plane_bytes, arguments)
-
-    def _arguments(
-        self, table: int, host: int, pages: tuple[torch.Tensor, torch.Tensor], count: int, planes: int, first_byte: int
-    ) -> tuple[object, ...]:
-        device_pages, host_pages = pages
-        return (
-            table,
-            host,
-            device_pages.data_ptr(),
-            host_pages.data_ptr(),
+        pools = self._pools
+        arguments = (
+            self._table + 8 * first_plane,
+            pools.host_address,
+            *batch.on_gpu,
+            np.uint32(len(batch)),
             np.uint32(count),
-            np.uint32(planes),
-            np.uint64(first_byte),
+            np.uint64(first_plane * pools.plane_bytes),
         )
+        self._launch(self._scatter, self.few, len(batch) * count * pools.plane_bytes, arguments, batch.stream)
 
-    def _launch(self, function: Kernel, blocks: int, nbytes: int, arguments: tuple[object, ...]) -> None:
+    def _launch(self, function: Kernel, blocks: int, nbytes: int, arguments: tuple[object, ...], stream: int) -> None:
         """No more blocks than have something to copy."""
-        useful = -(-nbytes // (THREADS * self._pools.vector_bytes))
+        useful = -(-nbytes // self._block_bytes)
         if useful:
-            function.launch(min(blocks, useful), THREADS, arguments, self._pools.stream)
+            function.launch(min(blocks, useful), THREADS, arguments, stream)

@@ -32,11 +32,6 @@ class CudaPools:
         self.host_address = host.ctypes.data
         self.device = planes.device
 
-    @property
-    def stream(self) -> int:
-        """Handle of the calling thread's current stream."""
-        return torch.cuda.current_stream(self.device).cuda_stream
-
     @cached_property
     def vector_bytes(self) -> int:
         """The widest access that every address allows."""
@@ -56,10 +51,17 @@ class PageBatch:
         return len(self.device_pages)
 
     @cached_property
-    def on_device(self) -> torch.Tensor:
-        """Both arrays on the GPU, int32 (2, pages). The first use uploads them, on the thread's current stream."""
+    def stream(self) -> int:
+        """Handle of the stream of this batch: the one that was current at its first use. It takes all work of it."""
+        return torch.cuda.current_stream(self.pools.device.index).cuda_stream
+
+    @cached_property
+    def on_gpu(self) -> tuple[int, int]:
+        """Addresses of both arrays on the GPU. The first use uploads them, on the current stream."""
         pinned = torch.from_numpy(np.stack((self.device_pages, self.host_pages))).pin_memory()
-        return pinned.to(self.pools.device, non_blocking=True)
+        self._uploaded = pinned.to(self.pools.device, non_blocking=True)
+        address = self._uploaded.data_ptr()
+        return address, address + self._uploaded.stride(0) * self._uploaded.element_size()
 
     def host_addresses(self) -> Addresses:
         """Where the host pages begin, (pages,)."""

@@ -65,12 +65,11 @@ __device__ __forceinline__ float scale_of(float peak) {
     return __uint_as_float(overflows ? scale - 1 : scale);
 }
 
-// A value as the codec mends it, without a branch: NaN becomes 0, a magnitude above `bound` becomes `bound`, and only
-// bits in `sign` are kept of the sign.
-__device__ __forceinline__ float tamed(float value, u32 bound, u32 sign) {
+// A value as the codec mends it: NaN becomes 0, and a magnitude above that of `bound` becomes it.
+__device__ __forceinline__ float tamed(float value, u32 bound) {
     const u32 bits = __float_as_uint(value), magnitude = bits & ~sign_bit;
     if (magnitude > infinity) return 0.0f;
-    return __uint_as_float((bits & sign) | (magnitude < bound ? magnitude : bound));
+    return __uint_as_float((bits & sign_bit) | (magnitude < bound ? magnitude : bound));
 }
 
 // The code of value / scale, which is within +-limit; its low byte counts.

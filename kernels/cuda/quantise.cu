@@ -2,9 +2,10 @@
 //
 // A host page is what the disk tier's codec of the same name encodes, bit for bit:
 //     | scales: float32 of each plane | codes from CODES_OFFSET: one byte a value, planes one after the other |
+// Only where a codec leaves it to its CPU whether a zero is -0 (a plane of zeros in a page with NaN or inf) does this
+// keep the sign that was there.
 // A device page of plane p begins at planes[p] + device_pages[i] * PLANE_BYTES, a host page at
 // host + host_pages[i] * PAGE_STRIDE; planes[0] is plane number first_plane of the host page.
-// One difference is left: in a plane of zeros, -0 keeps its sign also where another plane holds NaN or inf.
 //
 // Macros:
 //     DTYPE          DTYPE_float32, DTYPE_float16 or DTYPE_bfloat16
@@ -113,13 +114,12 @@ __device__ __forceinline__ Peak peak_of_block(Peak peak, Peak* warps) {
 __device__ __forceinline__ void encode(const ValueVector* plane, CodeVector* to, Peak peak, float scale) {
     const float divisor = scale > 0.0f ? scale : 1.0f;
     const u32 bound = peak.nonfinite ? peak.bits : infinity;
-    const u32 sign = bound == 0 ? 0 : sign_bit;  // nothing of -inf is left where all else is 0
     for (u32 group = threadIdx.x; group < group_count; group += blockDim.x) {
         const Values values = load_values(plane, group);
         Codes codes;
 #pragma unroll
         for (u32 index = 0; index < VECTOR_BYTES; ++index) {
-            codes.codes[index] = code_of(tamed(widened(values.values[index]), bound, sign), divisor);
+            codes.codes[index] = code_of(tamed(widened(values.values[index]), bound), divisor);
         }
         store(to + group, codes.vector);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hicache.device_pool import DevicePool
 from hicache.errors import TransferError
 from hicache.host_pool.pool import HostPool
+from hicache.kernels.base import PageCopier, PageCopy
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.layout import KVLayout
 from hicache.serving.faults import FaultyCopier
@@ -119,6 +121,8 @@ def test_a_layer_can_be_read_before_the_next_ones_are_there(pinned_pools: Pools)
     """Several loads in flight, compute that waits for layers, and never for more than it reads."""
     pools = pinned_pools
     pools.fill_host(5)
+    pools.engine.wrap_copier(_SlowLayers)
+    pools.device.k(0).view(torch.int16).to(torch.int64).sum()  # loading kernels takes its time
     parts = np.split(shuffled(6), 4)
     loads = [pools.engine.load_back(part, part) for part in parts]
     sums, early = [], 0
@@ -126,16 +130,38 @@ def test_a_layer_can_be_read_before_the_next_ones_are_there(pinned_pools: Pools)
         for load in loads:
             load.layer_done(layer).gate()
         sums.append(pools.device.k(layer).view(torch.int16).to(torch.int64).sum())
-        done = torch.cuda.Event()
-        done.record()
+        done = record_compute(pools.device.device)
+        assert done is not None
         done.synchronize()
         early += not loads[-1].query()
-    assert early, "the first layers were computed while later ones were on their way"
+    assert early == LAYOUT.num_layers - 1, "a layer was waited for longer than it took"
     for layer, total in enumerate(sums):
         plane = 2 * layer
         size = LAYOUT.plane_bytes
         words = np.ascontiguousarray(pools.host.array[:, plane * size : (plane + 1) * size]).view(np.int16)
         assert int(total) == int(words.astype(np.int64).sum())
+
+
+@dataclass(frozen=True)
+class _SlowLayers:
+    """Each layer but the first comes long after the one before."""
+
+    inner: PageCopier
+
+    def copy(self, device_pages: PageIndices, host_pages: PageIndices) -> _SlowLayers.Copy:
+        return _SlowLayers.Copy(self.inner.copy(device_pages, host_pages))
+
+    @dataclass(frozen=True)
+    class Copy:
+        inner: PageCopy
+
+        def gather(self) -> None:
+            self.inner.gather()
+
+        def scatter(self, first_plane: int, count: int) -> None:
+            if first_plane:
+                torch.cuda._sleep(LONG // 10)
+            self.inner.scatter(first_plane, count)
 
 
 def test_copies_beside_busy_compute_move_the_right_bytes(pinned_pools: Pools) -> None:
@@ -145,8 +171,8 @@ def test_copies_beside_busy_compute_move_the_right_bytes(pinned_pools: Pools) ->
     order = shuffled(8)
     up, down = order[:128], order[128:]
     pools.engine.load_back(down, down).synchronize()
-    for _ in range(20):
-        for _ in range(10):
+    for _ in range(4):
+        for _ in range(20):
             matrix = torch.tanh(matrix @ matrix)
         load = pools.engine.load_back(up, up)
         backup = pools.engine.backup(down, down)
