@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from hicache.cache import HiCache
 from hicache.config.machine import check_machine
 from hicache.config.models import CacheConfig
 from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator, resolve_device
-from hicache.errors import BadInput, StorageError
+from hicache.errors import BadInput, CapacityError, ConfigError, StorageError
 from hicache.host_pool.arena import Placement
 from hicache.host_pool.numa import resolve_numa
 from hicache.host_pool.pinning import CudaRegistrar, resolve_pinned
@@ -23,6 +25,9 @@ from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.radix_tree import RadixTree
 from hicache.types import Tier
 
+_CLOSE_SECONDS = 5.0
+"""For a store that was opened for a cache that could not be made."""
+
 
 def build_cache(config: CacheConfig) -> HiCache:
     """Allocate pools, start streams and open the store. Raises ConfigError with the place in the file.
@@ -35,28 +40,41 @@ def build_cache(config: CacheConfig) -> HiCache:
     capacity = config.capacity(Tier.DEVICE)
     assert capacity is not None
     layout = config.layout()
-    storage = _storage(config)
-    pool = DevicePool(layout, capacity.num_pages, device)
-    tiers = Tiers(
-        identity=config.identity(),
-        tree=RadixTree(layout.page_size, config.device.eviction, config.host.eviction if config.host else "lru"),
-        device_pool=pool,
-        device_allocator=TokenToKVPoolAllocator(capacity.num_pages, layout.page_size),
-        poison=config.poison,
-        storage=storage,
-        eviction=_eviction(config),
-    )
-    host = config.capacity(Tier.HOST)
-    if host is not None and config.host is not None:
-        pinned = resolve_pinned(config.host.pinned, device)
-        placement = Placement(config.host.huge_pages, resolve_numa(config.host.numa, device))
-        registrar = CudaRegistrar(device) if pinned else None
-        host_pool = HostPool(layout, host.num_pages, pinned, placement, registrar)
-        copies = CopyEngine.between(pool, host_pool)
-        tiers.host = HostTier(host_pool, copies, WritePolicy(config.host.write, config.host.selective_hits))
+    with ExitStack() as undo:
+        storage = _storage(config)
+        if storage is not None:
+            undo.callback(storage.engine.close, _CLOSE_SECONDS)
+        pool = DevicePool(layout, capacity.num_pages, device)
+        tiers = Tiers(
+            identity=config.identity(),
+            tree=RadixTree(layout.page_size, config.device.eviction, config.host.eviction if config.host else "lru"),
+            device_pool=pool,
+            device_allocator=TokenToKVPoolAllocator(capacity.num_pages, layout.page_size),
+            poison=config.poison,
+            storage=storage,
+            eviction=_eviction(config),
+        )
+        tiers.host = _host(config, pool, undo)
+        undo.pop_all()  # all is made: nothing to undo
     prefetch = config.storage.prefetch if config.storage is not None else None
     policy = PrefetchPolicy(prefetch.policy, prefetch.deadline, prefetch.min_pages) if prefetch else None
     return HiCache(tiers, prefetch=policy)
+
+
+def _host(config: CacheConfig, pool: DevicePool, undo: ExitStack) -> HostTier | None:
+    section, capacity, index = config.host, config.capacity(Tier.HOST), config.index_of(Tier.HOST)
+    if section is None or capacity is None or index is None:
+        return None
+    pinned = resolve_pinned(section.pinned, pool.device)
+    placement = Placement(section.huge_pages, resolve_numa(section.numa, pool.device))
+    registrar = CudaRegistrar(pool.device) if pinned else None
+    try:
+        host_pool = HostPool(pool.layout, capacity.num_pages, pinned, placement, registrar)
+        undo.callback(host_pool.close)
+        copies = CopyEngine.between(pool, host_pool)
+    except (ConfigError, CapacityError) as error:
+        raise type(error)(f"{config.where('tiers', index)}: {error}") from error
+    return HostTier(host_pool, copies, WritePolicy(section.write, section.selective_hits))
 
 
 def _eviction(config: CacheConfig) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 from hicache import build
 from hicache.build import build_cache
 from hicache.config import CacheConfig, config_from_mapping
-from hicache.errors import ConfigError, StoreIdentityError, StoreUnavailableError
+from hicache.errors import CapacityError, ConfigError, StoreIdentityError, StoreUnavailableError
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.storage_backends.registry import BackendSpec
@@ -52,6 +54,24 @@ def test_a_store_that_does_not_fit_the_configuration_fails_the_build(
     Shop(monkeypatch, error)
     with pytest.raises(type(error), match=r"b\.yaml.*tiers\[2\].*(no folder|another model)"):
         build_cache(config())
+
+
+@pytest.mark.parametrize("part", ["HostPool", "CopyEngine"])
+def test_a_host_tier_that_cannot_be_made_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    closed: list[str] = []
+    monkeypatch.setattr(MemoryBackend, "close", lambda backend: closed.append("store"))
+    if part == "HostPool":
+        monkeypatch.setattr(build, "HostPool", refuse)
+    else:
+        monkeypatch.setattr(build.CopyEngine, "between", refuse)
+        monkeypatch.setattr(build.HostPool, "close", lambda pool: closed.append("host pool"))
+    with pytest.raises(CapacityError, match=r"b\.yaml.*tiers\[1\]: no memory can be pinned"):
+        build_cache(config())
+    assert closed == {"HostPool": ["store"], "CopyEngine": ["host pool", "store"]}[part]
+
+
+def refuse(*arguments: object) -> NoReturn:
+    raise CapacityError("no memory can be pinned")
 
 
 def test_options_of_the_storage_tier_arrive() -> None:
