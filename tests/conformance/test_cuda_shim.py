@@ -95,13 +95,13 @@ def cases(draw: st.DrawFn) -> Case:
 launches = st.builds(Launch, st.integers(1, 40), st.sampled_from([32, 64, 96, 256]), st.integers(0, 99))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=cases(), launch=launches)
 def test_gather_moves_the_same_bytes_as_the_reference(shim: Shim, case: Case, launch: Launch) -> None:
     check_gather(shim, case, launch)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=cases(), launch=launches, data=st.data())
 def test_scatter_of_some_planes_moves_the_same_bytes_as_the_reference(
     shim: Shim, case: Case, launch: Launch, data: st.DataObject

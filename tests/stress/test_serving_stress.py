@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache.kernels.base import PageCopy
 from hicache.serving.conversations import ConversationOptions
 from hicache.serving.scheduler import SchedulerOptions
 from hicache.serving.stress import StressOptions, StressReport, check, run_stress
@@ -87,14 +88,14 @@ def test_a_wrong_answer_is_noticed(tmp_path: Path) -> None:
     broken = replace(options, device_tokens=1552, host_tokens=65_536)
     from hicache.serving import faults
 
-    scatter = faults.FaultyKernels.scatter
+    scatter = faults.FaultyCopier.scatter
 
-    def flipped(self: faults.FaultyKernels, planes, device_pages, host, host_pages, first_plane) -> None:  # type: ignore[no-untyped-def]
-        scatter(self, planes, device_pages, host, host_pages, first_plane)
-        planes[0][device_pages[0], 0] ^= 1
+    def without_a_layer(self: faults.FaultyCopier, copy: PageCopy, first_plane: int, count: int) -> None:
+        if first_plane:  # the first layer stays what it was before
+            scatter(self, copy, first_plane, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults.FaultyKernels, "scatter", flipped)
+        patch.setattr(faults.FaultyCopier, "scatter", without_a_layer)
         report = run_stress(tmp_path / "disk", broken)
     assert report.wrong_outputs > 0 and report.wrong_pages > 0 and report.examples
     assert len(report.failures) == 2

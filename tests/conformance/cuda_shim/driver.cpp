@@ -50,6 +50,7 @@ struct Arguments {
 std::vector<Fiber> fibers;
 std::vector<Region> regions;
 std::vector<Access> stores;
+std::uint64_t writable_bytes;  // that were not yet stored to
 std::string failure;
 ucontext_t scheduler;
 Kernel kernel;
@@ -63,24 +64,21 @@ void fail(const char* what, std::uint64_t address, unsigned int bytes) {
     failure = text;
 }
 
-bool may_touch(const char* what, std::uint64_t address, unsigned int bytes, bool write) {
-    if (address % bytes != 0) {
-        fail("an unaligned access", address, bytes);
-        return false;
-    }
-    for (const Region& region : regions) {
-        if (address - region.address < region.bytes && address - region.address + bytes <= region.bytes) {
-            if (!write || region.writable) return true;
-        }
-    }
-    fail(what, address, bytes);
-    return false;
-}
-
 void wait(State state) {
     Fiber& fiber = fibers[threadIdx.x];
     fiber.state = state;
     swapcontext(&fiber.context, &scheduler);
+}
+
+void check(const char* what, std::uint64_t address, unsigned int bytes, bool write) {
+    bool inside = false;
+    for (const Region& region : regions) {
+        const std::uint64_t offset = address - region.address;
+        inside |= (region.writable || !write) && offset < region.bytes && offset + bytes <= region.bytes;
+    }
+    if (address % bytes != 0) fail("an unaligned access", address, bytes);
+    if (!inside) fail(what, address, bytes);
+    if (!failure.empty()) wait(State::done);  // for ever
 }
 
 void run_thread() {
@@ -120,18 +118,28 @@ bool release_all() {
     return any;
 }
 
-// The order of the threads differs from round to round, and with the seed.
+// Lets all threads run that can, but for those of the warp `waiting`; the first of them depends on the seed.
+void run_round(std::uint32_t& seed, unsigned int waiting) {
+    seed = seed * 1664525u + 1013904223u;
+    const unsigned int start = seed >> 8;
+    for (unsigned int turn = 0; turn < blockDim.x && failure.empty(); ++turn) {
+        const unsigned int forward = (start + turn) % blockDim.x;
+        threadIdx.x = seed >> 31 ? forward : blockDim.x - 1 - forward;
+        if (fibers[threadIdx.x].state != State::ready || threadIdx.x / warp_size == waiting) continue;
+        swapcontext(&scheduler, &fibers[threadIdx.x].context);
+    }
+}
+
+// One warp, chosen by the seed, is slow: it goes on only when no other can, so that a missing barrier shows.
 void run_block(std::uint32_t& seed) {
     for (unsigned int thread = 0; thread < blockDim.x; ++thread) prepare(fibers[thread]);
+    const unsigned int slow = (seed >> 16) % (blockDim.x / warp_size);
     do {
-        seed = seed * 1664525u + 1013904223u;
-        const unsigned int start = seed >> 8;
-        for (unsigned int turn = 0; turn < blockDim.x; ++turn) {
-            const unsigned int forward = (start + turn) % blockDim.x;
-            threadIdx.x = seed >> 31 ? forward : blockDim.x - 1 - forward;
-            if (fibers[threadIdx.x].state == State::ready) swapcontext(&scheduler, &fibers[threadIdx.x].context);
-        }
-    } while (release_all());
+        do {
+            run_round(seed, slow);
+        } while (failure.empty() && release_all());
+        run_round(seed, ~0u);
+    } while (failure.empty() && release_all());
     for (unsigned int thread = 0; thread < blockDim.x; ++thread) {
         if (fibers[thread].state != State::done) {
             threadIdx.x = thread;
@@ -151,15 +159,16 @@ void check_stores() {
 
 }  // namespace
 
-bool shim_may_load(const void* address, unsigned int bytes) {
-    return may_touch("a load outside the pools", reinterpret_cast<std::uint64_t>(address), bytes, false);
+void shim_check_load(const void* address, unsigned int bytes) {
+    check("a load outside the pools", reinterpret_cast<std::uint64_t>(address), bytes, false);
 }
 
-bool shim_may_store(const void* address, unsigned int bytes) {
+void shim_check_store(const void* address, unsigned int bytes) {
     const Access access{reinterpret_cast<std::uint64_t>(address), bytes};
-    if (!may_touch("a store outside what may be written", access.address, bytes, true)) return false;
+    if (bytes > writable_bytes) fail("a byte was written twice", access.address, bytes);  // for ever, perhaps
+    check("a store outside what may be written", access.address, bytes, true);
+    writable_bytes -= bytes;
     stores.push_back(access);
-    return true;
 }
 
 void __syncthreads() { wait(State::at_block); }
@@ -186,6 +195,8 @@ extern "C" const char* shim_launch(Kernel what, std::uint32_t grid, std::uint32_
     kernel = what;
     arguments = *with;
     regions.assign(pools, pools + num_pools);
+    writable_bytes = 0;
+    for (const Region& region : regions) writable_bytes += region.writable ? region.bytes : 0;
     if (fibers.size() < block) fibers.resize(block);
     gridDim = {grid, 1, 1};
     blockDim = {block, 1, 1};

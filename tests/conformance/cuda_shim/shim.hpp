@@ -28,20 +28,20 @@ struct alignas(8) uint2 {
 
 extern dim3 gridDim, blockDim, blockIdx, threadIdx;
 
-// Whether `bytes` bytes at `address` may be touched; otherwise the launch has failed and nothing may be done.
-bool shim_may_load(const void* address, unsigned int bytes);
-bool shim_may_store(const void* address, unsigned int bytes);
+// Return only if the running thread may touch these bytes: the launch ends with the first failure.
+void shim_check_load(const void* address, unsigned int bytes);
+void shim_check_store(const void* address, unsigned int bytes);
 
 template <typename T>
 T shim_load(const T* from) {
-    T value{};
-    if (shim_may_load(from, sizeof(T))) value = *from;
-    return value;
+    shim_check_load(from, sizeof(T));
+    return *from;
 }
 
 template <typename T>
 void shim_store(T* to, T value) {
-    if (shim_may_store(to, sizeof(T))) *to = value;
+    shim_check_store(to, sizeof(T));
+    *to = value;
 }
 
 void __syncthreads();
