@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hicache.errors import ConfigError
-from hicache.host_pool.pinning import device_index, load_cupy
+from hicache.kernels.cuda_source import load_cupy
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call; glibc has no wrapper for it, and libnuma is not everywhere."""
@@ -93,7 +93,9 @@ def bind_to_node(address: int, nbytes: int, node: int) -> None:
 
 def _bus_id(device: str) -> str:
     """PCI address of a CUDA device as CUDA writes it, "0000:8D:00.0"."""
-    name: str = load_cupy().cuda.runtime.deviceGetPCIBusId(device_index(device))
+    from hicache.streams.cuda import cuda_index  # here: it brings in torch
+
+    name: str = load_cupy().cuda.runtime.deviceGetPCIBusId(cuda_index(device))
     return name
 
 

@@ -8,13 +8,13 @@ import mmap
 import os
 import resource
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import CapacityError, ConfigError
+from hicache.kernels.cuda_source import load_cupy
 
 REGISTRATION_BYTES = 1 << 30
 """Registered in one call. The kernel pins page by page: one call over a whole arena holds its lock for minutes."""
@@ -45,9 +45,11 @@ class CudaRegistrar:
     """
 
     def __init__(self, device: str = "cuda") -> None:
+        from hicache.streams.cuda import cuda_index  # here: it brings in torch
+
         cupy = load_cupy()
         self._runtime = cupy.cuda.runtime
-        self._device = cupy.cuda.Device(device_index(device))
+        self._device = cupy.cuda.Device(cuda_index(device))
 
     def register(self, address: int, nbytes: int) -> None:
         try:
@@ -96,27 +98,6 @@ class Registration:
         if os.getpid() == self._process:
             pieces.close()
         self._arena = None
-
-
-def load_cupy() -> ModuleType:
-    """CuPy. Raises ConfigError where it is not installed or does not load."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise ConfigError(
-            f"a CUDA device needs CuPy, which does not load ({error}): "
-            "install hicache[cuda12] or hicache[cuda13], or use device: cpu"
-        ) from error
-    module: ModuleType = cupy
-    return module
-
-
-def device_index(device: str) -> int:
-    """Number of a CUDA device; "cuda" is torch's current one."""
-    import torch
-
-    index = torch.device(device).index
-    return torch.cuda.current_device() if index is None else index
 
 
 def resolve_pinned(pinned: bool | Literal["auto"], device: str) -> bool:

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import cupy
+from hicache.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "cuda"
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -38,10 +39,24 @@ def kernel(file: str, name: str, device: int, macros: tuple[tuple[str, int | str
 
     Compiled once for each set of macros; CuPy keeps the result on disk, by the text of the source.
     """
+    cupy = load_cupy()
     options = ("-std=c++17", *(f"-D{key}={value}" for key, value in macros))
     with cupy.cuda.Device(device):
         module = cupy.RawModule(code=source(file), options=options)
         return Kernel(module.get_function(name).kernel)
+
+
+def load_cupy() -> ModuleType:
+    """CuPy, an optional extra. Raises ConfigError where it is not installed or does not load."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"a CUDA device needs CuPy, which does not load ({error}): "
+            "install hicache[cuda12] or hicache[cuda13], see hicache doctor, or use device: cpu"
+        ) from error
+    module: ModuleType = cupy
+    return module
 
 
 @cache

@@ -214,6 +214,7 @@ class FakeCuda(ModuleType):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     return fake
 
 
