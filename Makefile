@@ -1,6 +1,6 @@
 # make demo            run the demo                      make test    run the tests
 # make demo-smollm2    the same with a model that talks  make check   linters, types, import layers
-# make clean           remove what the others made
+# make clean           remove what the others made          make test-engines   plug-ins in real engines: slow, 4 GB
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test check clean
+ENGINES := vllm sglang transformers
+
+.PHONY: help demo demo-smollm2 test check clean test-engines $(ENGINES:%=test-engines-%)
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
@@ -21,6 +23,12 @@ demo-smollm2: $(VENV)/.smollm2
 
 test: $(VENV)/.dev
 	@$(BIN)/pytest -n 2 --dist worksteal
+
+# Each engine in a virtual environment of its own, which run.sh makes.
+test-engines: $(ENGINES:%=test-engines-%)
+
+$(ENGINES:%=test-engines-%): test-engines-%:
+	@PYTHON=$(PYTHON) tests/engines/run.sh $*
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -51,5 +59,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.runtime $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-engines build dist *.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

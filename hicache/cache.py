@@ -14,9 +14,12 @@ from typing import TypeVar
 
 from hicache.demotion import Demotion
 from hicache.errors import TransferError
+from hicache.explaining import Explanation, explain
 from hicache.integrity import check_cache, device_use, host_use
 from hicache.layout import KVLayout
 from hicache.lifecycle import DetachReport, FlushReport, Lifecycle
+from hicache.load_choice import HostLoad
+from hicache.policies.retention import RetentionRange
 from hicache.prefetch import Prefetcher, PrefetchPolicy
 from hicache.stats import HOST_DEVICE, CacheStats
 from hicache.streams.base import Event
@@ -25,6 +28,7 @@ from hicache.transfer.tickets import CopyTicket, LoadTicket
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
 from hicache.tree.residency import ABSENT
+from hicache.tree.wishes import Expectations, retain
 from hicache.types import PageIndices, PrefixKey, Tier, no_pages
 
 CommitBarrier = Callable[[list[int]], list[int]]
@@ -59,6 +63,9 @@ class HiCache:
     ) -> None:
         self.tiers = tiers
         self._demotion = Demotion(tiers)
+        self._clock = clock
+        tiers.decisions.clock = clock
+        self._expected = Expectations(tiers.tree) if tiers.tree.queue_aware else None
         self._prefetcher = Prefetcher(
             tiers, self._demotion, self.match_prefix, clock, prefetch if prefetch is not None else PrefetchPolicy()
         )
@@ -102,10 +109,11 @@ class HiCache:
     def init_load_back(self, match: PrefixMatch) -> LoadBack | None:
         """Bring the host part of a match to the device, layer by layer, and lock the whole prefix.
 
-        Pages that another request is loading already are shared. None if there is no room on the
+        Of the host part only what is worth it, see LoadChoice: the rest is to be computed. Pages that another request is loading already are shared. None if there is no room on the
         device now: nothing has changed, try again after a poll. The device part is locked meanwhile.
         """
         tree = self.tiers.tree
+        match, choice = self._worth_loading(match)
         guard = self.lock(match)
         last, to_load, tickets = self._loadable(match)
         tree.pin_host(to_load, 1)
@@ -118,11 +126,20 @@ class HiCache:
         from_storage = sum(page_count(node) for node in to_load if node.from_storage) * self.page_size
         if to_load:
             tickets.append(self._load(to_load, count))
+        self.tiers.loads.taken(choice)
         receipt = tree.lock(last)
         tree.count_hit(last)
         tree.unlock(guard)
         pages = device_table(last)
         return LoadBack(len(pages) * self.page_size - match.device_len, from_storage, tickets, receipt, pages)
+
+    def _worth_loading(self, match: PrefixMatch) -> tuple[PrefixMatch, HostLoad]:
+        """The part of a match that is to be used. What is on its way to the device already costs nothing more."""
+        choice = self.tiers.loads.from_host(match.device_len, match.host_hit_len, len(match.key) + 1)
+        nodes = match.path[match.device_nodes :]
+        if choice.tokens == choice.found or any(node.residency[Tier.DEVICE] is not ABSENT for node in nodes):
+            return match, HostLoad(choice.found, choice.found)
+        return self.match_prefix(match.key.head(match.device_len + choice.tokens)), choice
 
     def _loadable(self, match: PrefixMatch) -> tuple[Node | None, list[Node], list[LoadTicket]]:
         """The last usable node of a match, its nodes to load, and the loads under way to wait for."""
@@ -179,6 +196,13 @@ class HiCache:
                     self._demotion.stage_backup([node])
         self._demotion.persister.on_hit(result.path)
 
+    def retain(self, key: PrefixKey, ranges: Sequence[RetentionRange]) -> None:
+        """Wish that ranges of a cached prefix be kept for a while; heard by tiers with `eviction: retention`.
+
+        Nothing is pinned: what is wanted least goes when room is needed. Make ranges with `retention_range`.
+        """
+        retain(self.tiers.tree, key, ranges)
+
     # ---- pages ------------------------------------------------------------------------------
 
     def alloc_pages(self, count: int) -> PageIndices | None:
@@ -202,6 +226,7 @@ class HiCache:
 
     def poll(self) -> int:
         """Commit completions, in the order of submission per stream; returns how many."""
+        self.tiers.tree.ledger.advance(self._clock())
         demotion, persister = self._demotion, self._demotion.persister
         self.tiers.watch_storage()
         persister.set_hung_aside()
@@ -229,6 +254,7 @@ class HiCache:
             ticket.query()
         except TransferError:
             self.tiers.copy_ended(failed=True)
+            self.tiers.decisions.load_failed(fill.nodes)
             self.tiers.free_device(self.tiers.tree.abort_fill(fill))
             return
         self.tiers.copy_ended(failed=False)
@@ -249,7 +275,12 @@ class HiCache:
     # ---- prefetch ---------------------------------------------------------------------------
 
     def prefetch(self, rid: str, key: PrefixKey) -> None:
-        """Look on storage for what neither device nor host has of `key`; call when a request is enqueued."""
+        """Look on storage for what neither device nor host has of `key`; call when a request is enqueued.
+
+        Until it is claimed or cancelled, tiers that are queue-aware evict what they have of `key` last.
+        """
+        if self._expected is not None:
+            self._expected.expect(rid, key)
         self._prefetcher.start(rid, key)
 
     def prefetch_ready(self, rid: str) -> bool:
@@ -259,10 +290,16 @@ class HiCache:
     def claim_prefetch(self, rid: str) -> None:
         """The request was admitted: what was prefetched for it no longer counts as waiting."""
         self._prefetcher.claim(rid)
+        self._waits_no_more(rid)
 
     def cancel_prefetch(self, rid: str) -> None:
         """The request will not run."""
         self._prefetcher.end(rid)
+        self._waits_no_more(rid)
+
+    def _waits_no_more(self, rid: str) -> None:
+        if self._expected is not None:
+            self._expected.end(rid)
 
     # ---- state ------------------------------------------------------------------------------
 
@@ -295,7 +332,18 @@ class HiCache:
             storage_loads=loads.value if loads is not None else None,
             storage_stores=stores.value if stores is not None else None,
             forgotten_pages=counters.forgotten_pages,
+            load_choices=dict(self.tiers.loads.counts.choices),
+            declined_tokens=dict(self.tiers.loads.counts.declined_tokens),
+            saved_seconds=self.tiers.loads.counts.saved_seconds,
         )
+
+    def why(self, key: PrefixKey) -> Explanation:
+        """Where the match of `key` ends on each tier, and why. Times are those of the cache's clock.
+
+        It changes nothing, and asks the store, which may wait for a write. What left a tier is known as far back as
+        the decision log goes (`decision_log`, off by default).
+        """
+        return explain(self.tiers, key)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every invariant holds and every page has exactly one owner."""

@@ -29,6 +29,7 @@ from hicache.tiers import Tiers
 from hicache.transfer.tickets import CopyTicket
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, joined, page_count
+from hicache.tree.radix_tree import RadixTree
 from hicache.tree.residency import ABSENT
 from hicache.types import DropReason, Tier
 
@@ -116,6 +117,7 @@ class Demotion:
 
     def _demote_from_device(self, node: Node) -> None:
         self.tiers.counters.demoted_pages[DEVICE_HOST] += page_count(node)
+        self.tiers.decisions.left(node, Tier.DEVICE, DropReason.NO_LOWER_TIER)
         self.tiers.free_device(self.tiers.tree.drop_device(node))
 
     def _discard_device(self, node: Node, reason: DropReason) -> bool:
@@ -126,6 +128,7 @@ class Demotion:
         for child in reversed(below):
             self._drop_host(child, DropReason.CHAIN_CUT)
         self.tiers.counters.dropped(reason, page_count(node))
+        self.tiers.decisions.left(node, Tier.DEVICE, reason)
         self.tiers.free_device(self.tiers.tree.drop_device(node))
         return True
 
@@ -241,6 +244,7 @@ class Demotion:
     def _drop_host(self, node: Node, reason: DropReason) -> None:
         """Give up a host copy: a mirror is reclaimed, a leaf demoted if storage has it, else discarded."""
         counters, count = self.tiers.counters, page_count(node)
+        self.tiers.decisions.left(node, Tier.HOST, reason)
         if node.residency.on_device:
             counters.reclaimed_mirrors += count
         elif node.residency.on_storage:
@@ -251,10 +255,7 @@ class Demotion:
 
     def _cut(self, node: Node, wanted: int) -> Node:
         """The tail of a victim that is longer than what is wanted; the tail keeps the node's identity."""
-        count = page_count(node)
-        tail = max(wanted, count // _FRAGMENTS, self.tiers.fragment_tokens // self.tiers.tree.page_size, 1)
-        if tail < count:
-            self.tiers.tree.split(node, count - tail)
+        cut_victim(self.tiers.tree, node, max(wanted, self.tiers.fragment_tokens // self.tiers.tree.page_size))
         return node
 
     # ---- state ------------------------------------------------------------------------------
@@ -267,6 +268,14 @@ class Demotion:
     @property
     def in_flight(self) -> bool:
         return bool(self._staged or self.backups) or self.persister.in_flight
+
+
+def cut_victim(tree: RadixTree, node: Node, wanted: int) -> None:
+    """Leave to `node` its last `wanted` pages, but no less than a fraction of it; the rest becomes its parent."""
+    count = page_count(node)
+    tail = max(wanted, count // _FRAGMENTS, 1)
+    if tail < count:
+        tree.split(node, count - tail)
 
 
 def _only_on_device(node: Node | None) -> list[Node]:

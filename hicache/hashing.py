@@ -36,6 +36,27 @@ def _encode(value: Field) -> bytes:
     return b"s" + struct.pack("<Q", len(raw)) + raw
 
 
+def decode_fields(data: bytes) -> list[Field]:
+    """Names and values, in turn, as `encode_fields` wrote them. Raises ValueError for bytes that it did not write."""
+    found: list[Field] = []
+    at = 0
+    while at < len(data):
+        kind, at = data[at : at + 1], at + 1
+        if kind == b"n":
+            found.append(None)
+            continue
+        form = {b"i": "<q", b"s": "<Q"}.get(kind)
+        if form is None or len(data) < at + 8:
+            raise ValueError(f"byte {at - 1} does not begin a field")
+        number, at = int(struct.unpack_from(form, data, at)[0]), at + 8
+        if kind == b"i":
+            found.append(number)
+        else:
+            found.append(data[at : at + number].decode())
+            at += number
+    return found
+
+
 @dataclass(frozen=True)
 class RequestNamespace:
     """What separates requests that run on the same model: nothing is shared between two of these."""
@@ -49,6 +70,18 @@ class RequestNamespace:
         if self == RequestNamespace():
             return b""
         return encode_fields(asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> RequestNamespace:
+        """The namespace that `encode` made. Raises ValueError for other bytes."""
+        found = decode_fields(data)
+        if found[::2] not in ([], [field.name for field in fields(cls)]):
+            raise ValueError("these are not the fields of a namespace")
+        return cls(*(None if value is None else str(value) for value in found[1::2]))
+
+    def differences(self, other: RequestNamespace) -> list[str]:
+        """Names of the fields that differ."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
 
 @dataclass(frozen=True)

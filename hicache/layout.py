@@ -1,4 +1,4 @@
-"""Geometry of one KV page: which bytes it has, in which order, on the device and in host memory."""
+"""Geometry of one KV page: which bytes it has, in which order, on the device, in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ DTYPE_BYTES = {
 MAX_PAGE_SIZE = 512
 
 LayoutKind = Literal["mha", "mla"]
+
+HOST_CODECS = ("none", "fp8", "int8")
+"""How host memory may hold pages: as the device does, or quantised."""
+
+SCALE_BYTES = 4
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -81,7 +86,7 @@ class KVLayout:
 
     @property
     def page_stride(self) -> int:
-        """Distance in bytes of two host pages; also the slot size on disk."""
+        """Distance in bytes of two host pages that are not quantised; also the slot size on disk."""
         return round_up(self.page_bytes, HOST_ALIGNMENT)
 
     @property
@@ -95,3 +100,61 @@ class KVLayout:
     def whole_pages(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens fill completely: the only ones that can be shared."""
         return num_tokens // self.page_size
+
+
+@dataclass(frozen=True)
+class HostFormat:
+    """What a page is in host memory; a disk tier behind it keeps the same bytes.
+
+    Codec "none" leaves the page as `KVLayout` has it. "fp8" and "int8" make one byte of each value, with one scale for
+    each plane, as the codec of that name does (storage_backends/codecs_quantised.py):
+
+        | scales: num_planes float32 | codes: 1 byte a value, planes one after the other | padding |
+        <---------------------------------- page_bytes ---------------------------------->
+        <-------------------------------------- page_stride --------------------------------------->
+
+    Raises ConfigError for another codec, or if the layout's values have one byte already.
+    """
+
+    layout: KVLayout
+    codec: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.codec not in HOST_CODECS:
+            raise ConfigError(f"pages in host memory cannot have codec {self.codec!r}, use {', '.join(HOST_CODECS)}")
+        if self.quantised and DTYPE_BYTES[self.layout.dtype] == 1:
+            dtype = self.layout.dtype
+            raise ConfigError(f"codec {self.codec!r} makes one byte of a value, {dtype} has one already: use none")
+
+    @property
+    def quantised(self) -> bool:
+        """Whether a page that was here is no longer what it was on the device, but near it."""
+        return self.codec != "none"
+
+    @property
+    def plane_values(self) -> int:
+        """Values of one page in one plane."""
+        return self.layout.plane_bytes // DTYPE_BYTES[self.layout.dtype]
+
+    @property
+    def codes_offset(self) -> int:
+        """Where the codes of a quantised page begin."""
+        return SCALE_BYTES * self.layout.num_planes
+
+    def columns(self, first_plane: int, count: int) -> list[slice]:
+        """Where the bytes of some planes lie in a page."""
+        spans = [(0, self.layout.plane_bytes)]
+        if self.quantised:
+            spans = [(0, SCALE_BYTES), (self.codes_offset, self.plane_values)]
+        return [slice(start + first_plane * size, start + (first_plane + count) * size) for start, size in spans]
+
+    @property
+    def page_bytes(self) -> int:
+        if not self.quantised:
+            return self.layout.page_bytes
+        return self.codes_offset + self.layout.num_planes * self.plane_values
+
+    @property
+    def page_stride(self) -> int:
+        """Distance in bytes of two host pages; also the slot size on disk."""
+        return round_up(self.page_bytes, HOST_ALIGNMENT)

@@ -107,9 +107,12 @@ class Lifecycle:
             if not keeps_host:
                 for child in reversed(list(node.subtree())[1:]):  # host pages that nothing would lead to
                     tiers.counters.dropped(DropReason.FLUSHED, page_count(child))
+                    tiers.decisions.left(child, Tier.HOST, DropReason.FLUSHED)
                     tiers.free_host(tree.drop_host(child))
+            tiers.decisions.left(node, Tier.DEVICE, DropReason.FLUSHED)
             tiers.free_device(tree.drop_device(node))
         if node.residency.on_host and (Tier.HOST in named) and (node.residency.on_device or not node.children):
+            tiers.decisions.left(node, Tier.HOST, DropReason.FLUSHED)
             tiers.free_host(tree.drop_host(node))
         if not node.alive:
             tiers.counters.dropped(DropReason.FLUSHED, lost)

@@ -16,7 +16,8 @@ class PageAllocator:
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._top = num_pages
         self._owned = np.zeros(num_pages, np.bool_)
-        self._seen = np.empty(num_pages, np.int64)  # scratch of `free`: where each page stands in the call
+        self._numbers = np.arange(num_pages, dtype=np.int32)
+        self._seen = np.empty(num_pages, np.int32)  # scratch of `free`: where each page stands in the call
 
     @property
     def free_pages(self) -> int:
@@ -37,9 +38,10 @@ class PageAllocator:
             return
         if not self._owned[pages].all():
             raise ProtocolError(f"page freed that is not allocated: {pages[~self._owned[pages]][:8].tolist()}")
-        order = np.arange(len(pages))
-        self._seen[pages] = order
-        if not np.array_equal(self._seen[pages], order):
+        order = self._numbers[: len(pages)]
+        if len(order) == len(pages):
+            self._seen[pages] = order
+        if len(order) < len(pages) or (self._seen[pages] != order).any():
             raise ProtocolError("one call frees the same page twice")
         self._owned[pages] = False
         self._stack[self._top : self._top + len(pages)] = pages[::-1]

@@ -92,7 +92,7 @@ class Persister:
                 accepted.append(node)
         if not persists:
             return refused
-        nbytes = sum(len(run.buffers) for run in runs) * self.tiers.device_pool.layout.page_stride
+        nbytes = sum(len(run.buffers) for run in runs) * self.tiers.host_stride
         ticket = storage.engine.write(runs, nbytes)
         if ticket is None:
             for persist in reversed(persists):
@@ -152,7 +152,7 @@ class Persister:
 
     def _commit(self, batch: PersistBatch) -> None:
         storage, counters = self.tiers.storage, self.tiers.counters
-        stride = self.tiers.device_pool.layout.page_stride
+        stride = self.tiers.host_stride
         reason = _loss(batch.ticket.error)
         for persist, run, count in zip(batch.persists, batch.ticket.runs, batch.ticket.counts, strict=True):
             counters.moved_bytes[HOST_STORAGE] += count * stride

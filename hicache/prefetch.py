@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from hicache.demotion import Demotion
 from hicache.hashing import DIGEST_BYTES
+from hicache.load_choice import StorageLoad
 from hicache.stats import STORAGE_HOST
 from hicache.tiers import Tiers
 from hicache.transfer.storage_tickets import LookupTicket, ReadTicket
@@ -164,7 +165,11 @@ class Prefetcher:
         if lookup.hits < self._policy.min_pages:
             self._end(op, "miss")
             return
-        wanted = min(lookup.hits, host.pool.num_pages)
+        at = op.first_page * self._tiers.tree.page_size
+        wanted = self._tiers.loads.from_storage(at, min(lookup.hits, host.pool.num_pages), self._load(1))
+        if wanted < self._policy.min_pages:
+            self._end(op, "declined")
+            return
         self._demotion.make_host_room(wanted)
         pages = host.pool.allocator.alloc(min(wanted, host.pool.allocator.free_pages))
         if pages is None or not len(pages):
@@ -199,10 +204,12 @@ class Prefetcher:
         """May the request run now? Ends its prefetch if its time is up."""
         op = self._active.get(rid) or self._second(rid)
         if op is None:
+            self._first_asked(rid)
             return True
         self._advance(op)
         if op.asked is None:
             op.asked = self._clock()
+            self._tiers.loads.measured_wait(op.asked - op.started)
         if op.ended:
             return True
         if self._may_wait(op):
@@ -212,7 +219,33 @@ class Prefetcher:
 
     def _may_wait(self, op: Prefetch) -> bool:
         since = op.asked if self._policy.mode == "wait_complete" and op.asked is not None else op.started
-        return self._policy.mode != "best_effort" and self._clock() - since < self._policy.deadline
+        in_time = self._policy.mode != "best_effort" and self._clock() - since < self._policy.deadline
+        return in_time and self._worth_waiting(op)
+
+    def _worth_waiting(self, op: Prefetch) -> bool:
+        """Does what is still to be read, by this prefetch or by the one it waits for, come sooner than computed?"""
+        while op.leader is not None:
+            op = op.leader
+        if op.read is not None:
+            left, first = len(op.read.keys) - op.read.count, op.first_page + op.read.count
+        elif op.lookup is not None and op.lookup.done:
+            left, first = op.lookup.hits, op.first_page
+        else:
+            return True
+        return self._tiers.loads.waits_for(first * self._tiers.tree.page_size, left, self._load())
+
+    def _load(self, more: int = 0) -> StorageLoad:
+        """How busy it is, with so many reads more."""
+        reads = sum(op.read is not None for op in self._active.values())
+        return StorageLoad(reads + more, len(self._active) + len(self._ended))
+
+    def _first_asked(self, rid: str) -> None:
+        """It is the turn of a request whose prefetch has ended."""
+        ended = self._ended.get(rid)
+        if ended is not None and ended.asked is None:
+            now = self._clock()
+            self._ended[rid] = ended._replace(asked=now)
+            self._tiers.loads.measured_wait(now - ended.started)
 
     def _second(self, rid: str) -> Prefetch | None:
         """Another prefetch, once, for what was in memory when the first one looked and has left it since."""
@@ -259,11 +292,12 @@ class Prefetcher:
         What was read before the store was cleared was flushed: it is not brought back.
         """
         tiers = self._tiers
+        tiers.loads.measured_read(read.count, read.busy, self._load().reads)
         flushed = tiers.storage is None or tiers.storage.generation != op.generation
         arrived = 0 if flushed else read.count
         read.cancelled = True
         tiers.staged_host_pages -= arrived
-        tiers.counters.moved_bytes[STORAGE_HOST] += arrived * tiers.device_pool.layout.page_stride
+        tiers.counters.moved_bytes[STORAGE_HOST] += arrived * tiers.host_stride
         if arrived:
             self._unclaimed[op.rid] = self._unclaimed.get(op.rid, 0) + arrived
             tiers.free_host(tiers.tree.insert_host(op.key, op.first_page, op.pages[:arrived]))
@@ -287,6 +321,7 @@ class Prefetcher:
         if self._leaders.get(op.start) is op:
             del self._leaders[op.start]
         self._tiers.counters.prefetches[how] += 1
+        self._tiers.decisions.fetched(op.key, op.first_page, how)
 
     @property
     def moving(self) -> bool:

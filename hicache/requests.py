@@ -81,6 +81,7 @@ class RequestManager:
         """
         if req.admitted or req.rid in self._admitted:
             raise ProtocolError(f"request {req.rid!r} is admitted already")
+        self.cache.tiers.decisions.asks(req.rid)
         row = self.req_to_token_pool.alloc()
         if row is None:
             return None

@@ -54,6 +54,9 @@ class CacheStats:
     storage_loads: str | None  # "on", "off" or "trying", None without a storage tier
     storage_stores: str | None
     forgotten_pages: int
+    load_choices: Mapping[str, int] = field(default_factory=dict)  # by load_choice.LoadCounts, as the next two
+    declined_tokens: Mapping[str, int] = field(default_factory=dict)
+    saved_seconds: float = 0.0
 
 
 @dataclass

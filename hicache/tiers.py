@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hicache.decisions import DecisionLog
 from hicache.device_pool import DevicePool, TokenToKVPoolAllocator
 from hicache.hashing import StoreIdentity
 from hicache.host_pool.pool import HostPool
+from hicache.load_choice import LoadChoice
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.stats import Counters
@@ -58,7 +60,7 @@ class StorageTier:
         self.generation = self.engine.generation
 
     def admits(self, node: Node) -> bool:
-        return self.admission.admits(node.hits, node.priority)
+        return self.admission.admits(node)
 
 
 @dataclass
@@ -80,6 +82,8 @@ class Tiers:
     fragment_tokens: int = 512
     eviction: dict[str, str] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
+    loads: LoadChoice = field(default_factory=LoadChoice)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
     request_pages: int = 0  # device pages handed out by the cache and not (yet) the tree's
     staged_host_pages: int = 0  # host pages of prefetches, not in the tree yet
     _seeds: dict[bytes, bytes] = field(default_factory=dict)
@@ -102,6 +106,12 @@ class Tiers:
         if failed:
             self.counters.failures["copy"] += 1
             self.host.copies.recover()
+
+    @property
+    def host_stride(self) -> int:
+        """Bytes of a host page with its padding."""
+        assert self.host is not None
+        return self.host.pool.page_stride
 
     def host_buffers(self, pages: PageIndices | Sequence[int]) -> list[memoryview]:
         assert self.host is not None

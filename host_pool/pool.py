@@ -13,7 +13,7 @@ from hicache.errors import ProtocolError
 from hicache.host_pool.arena import ANYWHERE, Placement, allocate_aligned, prefault
 from hicache.host_pool.budget import check_host_budget
 from hicache.host_pool.pinning import CudaRegistrar, Registrar, Registration
-from hicache.layout import KVLayout
+from hicache.layout import HostFormat, KVLayout
 from hicache.pages import PageAllocator
 from hicache.types import PageIndices
 
@@ -33,14 +33,17 @@ class ArenaStartup:
 
 
 class HostPool:
-    """`num_pages` pages of `layout.page_stride` bytes, each starting at a multiple of 4 KiB.
+    """`num_pages` pages of `page_stride` bytes, each starting at a multiple of 4 KiB.
+
+    `codec` says how they hold the pages of `layout`, see `HostFormat` (`format`).
 
     `pinned` registers them with CUDA, by `registrar` (the default is a `CudaRegistrar`), in pieces of
     `pages_per_registration` pages: a copy must not go over the end of one. What a configuration's "auto" comes to say
     `resolve_pinned` and `resolve_numa`.
 
     Raises CapacityError if the memory is not to be had, before anything is allocated where that can be known, or if
-    CUDA refuses to pin it; ConfigError if the kernel refuses the placement. Nothing is left behind.
+    CUDA refuses to pin it; ConfigError if the kernel refuses the placement, or if the codec does not suit the layout.
+    Nothing is left behind.
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class HostPool:
         pinned: bool = False,
         placement: Placement = ANYWHERE,
         registrar: Registrar | None = None,
+        codec: str = "none",
     ) -> None:
-        self.layout = layout
+        self.format = HostFormat(layout, codec)
+        self.page_stride = self.format.page_stride
         self.num_pages = num_pages
-        self.nbytes = num_pages * layout.page_stride
+        self.nbytes = num_pages * self.page_stride
         self.pinned = pinned
         check_host_budget(self.nbytes)
         if pinned and registrar is None:
@@ -66,7 +71,7 @@ class HostPool:
         if pinned:
             prefault(arena)
         allocated = time.perf_counter()
-        registration = Registration(arena, layout.page_stride, registrar) if pinned and registrar else None
+        registration = Registration(arena, self.page_stride, registrar) if pinned and registrar else None
         self.pages_per_registration = registration.pages if registration else max(1, num_pages)
         # Also at exit and for a pool that was never closed: memory must not be unmapped while it is registered.
         self._unpin = weakref.finalize(self, registration.release) if registration else None
@@ -77,7 +82,7 @@ class HostPool:
             huge_pages=placement.huge_pages,
             numa_node=placement.numa_node,
         )
-        self._array: npt.NDArray[np.uint8] | None = arena.reshape(num_pages, layout.page_stride)
+        self._array: npt.NDArray[np.uint8] | None = arena.reshape(num_pages, self.page_stride)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:

@@ -48,10 +48,15 @@ class PageCopier(Protocol):
 
 def check_pools(planes: Sequence[Bytes2D], host: Bytes2D) -> None:
     """Raise ProtocolError unless all planes have one shape and fit into a host page, one after the other."""
+    check_same_shape(planes)
+    check_width(len(planes), planes[0].shape[1], host.shape[1])
+
+
+def check_same_shape(planes: Sequence[Bytes2D]) -> None:
+    """Raise ProtocolError unless there are planes, all of one shape."""
     shapes = {plane.shape for plane in planes}
     if len(shapes) != 1:
         raise ProtocolError(f"planes differ in shape: {sorted(shapes)}" if shapes else "there are no planes")
-    check_width(len(planes), planes[0].shape[1], host.shape[1])
 
 
 def check_width(num_planes: int, plane_bytes: int, page_stride: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from hicache.kernels.base import Bytes2D, PageCopy, check_planes, checked_pairs
 from hicache.kernels.cuda_copier import CudaCopier
 from hicache.kernels.cuda_planes import CudaPlanes
+from hicache.layout import HostFormat
 from hicache.streams import create_stream
 from hicache.types import PageIndices
 
@@ -24,10 +25,10 @@ BOUNCE_BYTES = 16 << 20
 class _Bounce:
     """A pinned buffer of a few pages; one thread at a time may use it. It has a stream of its own."""
 
-    def __init__(self, planes: CudaPlanes, page_stride: int) -> None:
+    def __init__(self, planes: CudaPlanes, page_stride: int, form: HostFormat | None) -> None:
         self.num_pages = max(1, BOUNCE_BYTES // page_stride)
         self.pages: Bytes2D = torch.empty(self.num_pages, page_stride, dtype=torch.uint8, pin_memory=True).numpy()
-        self._copier = CudaCopier(planes, self.pages, path="kernel")
+        self._copier = CudaCopier(planes, self.pages, path="kernel", form=form)
         self._stream = create_stream(str(planes.device), "bounce")
 
     def run(self, device_pages: PageIndices, work: Callable[[PageCopy], None]) -> None:
@@ -50,18 +51,19 @@ class BouncingCopy:
 
     def gather(self) -> None:
         """See PageCopy."""
-        bounce, width = self.copier.down, self.copier.num_planes * self.copier.plane_bytes
+        bounce = self.copier.down
         for device, host in self._parts(bounce.num_pages):
             bounce.run(device, lambda copy: copy.gather())
-            self.copier.host[host, :width] = bounce.pages[: len(host), :width]
+            for columns in self.copier.columns(0, self.copier.num_planes):
+                self.copier.host[host, columns] = bounce.pages[: len(host), columns]
 
     def scatter(self, first_plane: int, count: int) -> None:
         """See PageCopy."""
         check_planes(first_plane, count, self.copier.num_planes)
-        bounce, size = self.copier.up, self.copier.plane_bytes
-        columns = slice(first_plane * size, (first_plane + count) * size)
+        bounce = self.copier.up
         for device, host in self._parts(bounce.num_pages):
-            bounce.pages[: len(host), columns] = self.copier.host[host, columns]
+            for columns in self.copier.columns(first_plane, count):
+                bounce.pages[: len(host), columns] = self.copier.host[host, columns]
             bounce.run(device, lambda copy: copy.scatter(first_plane, count))
 
     def _parts(self, step: int) -> list[tuple[PageIndices, PageIndices]]:
@@ -70,13 +72,24 @@ class BouncingCopy:
 
 
 class BouncingCopier:
-    """See PageCopier. Gathers go on one thread, scatters on one, which may be another."""
+    """See PageCopier. Gathers go on one thread, scatters on one, which may be another.
 
-    def __init__(self, planes: CudaPlanes, host: Bytes2D) -> None:
+    With `form`, host pages are quantised.
+    """
+
+    def __init__(self, planes: CudaPlanes, host: Bytes2D, form: HostFormat | None = None) -> None:
         self.host = host
-        self.num_planes, self.plane_bytes = len(planes), planes.plane_bytes
+        self.num_planes = len(planes)
+        self._plane_bytes = planes.plane_bytes
+        self._form = form
         self._num_device_pages = planes.num_pages
-        self.down, self.up = (_Bounce(planes, host.shape[1]) for _ in range(2))
+        self.down, self.up = (_Bounce(planes, host.shape[1], form) for _ in range(2))
+
+    def columns(self, first_plane: int, count: int) -> list[slice]:
+        """Where some planes lie in a host page."""
+        if self._form is None:
+            return [slice(first_plane * self._plane_bytes, (first_plane + count) * self._plane_bytes)]
+        return self._form.columns(first_plane, count)
 
     def copy(self, device_pages: PageIndices, host_pages: PageIndices) -> BouncingCopy:
         """See PageCopier."""

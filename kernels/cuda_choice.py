@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from hicache.kernels.cuda_paths import DirectPath, KernelPath, Path, StagedPath
+from hicache.kernels.cuda_paths import CopyKernels, DirectPath, KernelPath, Path, StagedPath
 from hicache.kernels.cuda_pools import CudaPools, PageBatch
+from hicache.kernels.cuda_quantised import QuantiseKernels
 from hicache.streams import Stream, create_stream
 from hicache.types import PageIndices
 
@@ -43,8 +44,8 @@ def measured_choice(pools: CudaPools) -> Choice:
     """Measure each path in each direction. Overwrites host pages; device pages keep what they hold."""
     batch = _batch(pools)
     nbytes = len(batch) * pools.page_bytes
-    direct, staged, kernel = paths(pools)
-    by_plane = [direct] if pools.plane_bytes >= DIRECT_BYTES else []
+    *direct, staged, kernel = paths(pools)
+    by_plane = direct if pools.plane_bytes >= DIRECT_BYTES else []
     stream = create_stream(str(pools.device), "choice")
 
     def speeds(tried: Sequence[Path], work: Callable[[Path], None]) -> dict[Path, float]:
@@ -54,14 +55,21 @@ def measured_choice(pools: CudaPools) -> Choice:
     # least: `direct` takes time of the calling thread for every plane, and multiprocessors that write to host memory
     # hold up all others, which reading does not.
     down = speeds([staged, *by_plane, kernel], lambda path: path.gather(batch))
+    if pools.form is not None:  # there is one way up, and it would change the device pages
+        return Choice(_best(down), kernel, _named("down", down))
     up = speeds([kernel, *by_plane], lambda path: _scatter_all(path, batch))
-    measured = {f"down {path.name}": speed for path, speed in down.items()}
-    return Choice(_best(down), _best(up), measured | {f"up {path.name}": speed for path, speed in up.items()})
+    return Choice(_best(down), _best(up), _named("down", down) | _named("up", up))
 
 
-def paths(pools: CudaPools) -> tuple[Path, Path, Path]:
-    """All paths: direct, staged, kernel."""
-    return DirectPath(pools), StagedPath(pools), KernelPath(pools)
+def paths(pools: CudaPools) -> tuple[Path, ...]:
+    """All paths: direct, staged, kernel. For pages that are quantised on the way: staged, kernel."""
+    kernels = CopyKernels(pools) if pools.form is None else QuantiseKernels(pools, pools.form)
+    by_kernels = StagedPath(pools, kernels), KernelPath(pools, kernels)
+    return by_kernels if pools.form is not None else (DirectPath(pools), *by_kernels)
+
+
+def _named(direction: str, speeds: Mapping[Path, float]) -> dict[str, float]:
+    return {f"{direction} {path.name}": speed for path, speed in speeds.items()}
 
 
 def _best(speeds: Mapping[Path, float]) -> Path:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,29 @@ copy engine pauses more often."""
 
 _SHARE = 64
 """One of so many multiprocessors copies, and at least two: enough to fill PCIe 5 in both directions."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Page-first memory and the numbers of pages in it, by their addresses on the GPU."""
+
+    memory: int
+    pages: int
+
+
+class PageKernels(Protocol):
+    """Kernels that gather and scatter pages. `few` blocks fill the bus, `many` fill the GPU."""
+
+    few: int
+    many: int
+
+    def gather(self, batch: PageBatch, start: int, count: int, target: Target, blocks: int) -> None:
+        """All planes of a batch's device pages, `count` from number `start` on."""
+        ...
+
+    def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
+        """Some planes of a batch's host pages to its device pages."""
+        ...
 
 
 class Path(ABC):
@@ -56,9 +79,9 @@ class KernelPath(Path):
 
     name = "kernel"
 
-    def __init__(self, pools: CudaPools) -> None:
+    def __init__(self, pools: CudaPools, kernels: PageKernels) -> None:
         self._pools = pools
-        self._kernels = CopyKernels(pools)
+        self._kernels = kernels
 
     def gather(self, batch: PageBatch) -> None:
         """See Path."""
@@ -96,21 +119,21 @@ class StagedPath(Path):
 
     name = "staged"
 
-    def __init__(self, pools: CudaPools) -> None:
+    def __init__(self, pools: CudaPools, kernels: PageKernels) -> None:
         self._pools = pools
-        self._kernels = CopyKernels(pools)
+        self._kernels = kernels
         self._pages = min(max(1, STAGING_BYTES // pools.page_stride), pools.planes.num_pages)
         try:
-            self._staging = torch.empty(self._pages * pools.page_stride, dtype=torch.uint8, device=pools.device)
+            self.staging = torch.empty(self._pages * pools.page_stride, dtype=torch.uint8, device=pools.device)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"no memory is left on {pools.device} to stage copies in: make the device tier smaller"
             ) from error
         # From host memory: that is over when the call returns, for whatever stream comes first.
         self._identity = torch.arange(self._pages, dtype=torch.int32).to(pools.device)
-        self._target = Target(self._staging.data_ptr(), self._identity.data_ptr())
+        self._target = Target(self.staging.data_ptr(), self._identity.data_ptr())
         self._slots = np.arange(self._pages, dtype=np.uint64) * np.uint64(pools.page_stride)
-        self._slots += np.uint64(self._staging.data_ptr())
+        self._slots += np.uint64(self.staging.data_ptr())
 
     def gather(self, batch: PageBatch) -> None:
         """See Path."""
@@ -126,16 +149,8 @@ class StagedPath(Path):
         self._kernels.scatter(batch, first_plane, count)
 
 
-@dataclass(frozen=True)
-class Target:
-    """Page-first memory and the numbers of pages in it, by their addresses on the GPU."""
-
-    memory: int
-    pages: int
-
-
 class CopyKernels:
-    """The kernels of copy.cu for one pair of pools. `few` blocks fill the bus, `many` fill the GPU."""
+    """The kernels of copy.cu for one pair of pools, see PageKernels."""
 
     def __init__(self, pools: CudaPools) -> None:
         self._pools = pools
@@ -155,7 +170,7 @@ class CopyKernels:
         self._block_bytes = THREADS * pools.vector_bytes
 
     def gather(self, batch: PageBatch, start: int, count: int, target: Target, blocks: int) -> None:
-        """All planes of a batch's device pages, `count` from number `start` on."""
+        """See PageKernels."""
         pools = self._pools
         arguments = (
             self._table,
@@ -169,7 +184,7 @@ class CopyKernels:
         self._launch(self._gather, blocks, count * pools.page_bytes, arguments, batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
-        """Some planes of a batch's host pages to its device pages."""
+        """See PageKernels."""
         pools = self._pools
         arguments = (
             self._table + 8 * first_plane,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import gcd
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ import torch
 from hicache.kernels.base import Bytes2D, check_width
 from hicache.kernels.cuda_driver import Addresses
 from hicache.kernels.cuda_planes import CudaPlanes
+from hicache.kernels.quantised import check_quantised
+from hicache.layout import HostFormat
 from hicache.types import PageIndices
 
 
@@ -19,15 +22,22 @@ class CudaPools:
     Memory that is registered with CUDA has the same address on both sides (unified addressing, on all 64-bit
     systems). It may be registered piece by piece, as long as no page lies in two pieces: a copy engine refuses to go
     over the end of one, so no copy is of more than a page.
+
+    `form` is given for a pool that holds quantised pages. `page_bytes` are those of a host page. Raises ProtocolError
+    if the pools do not fit together.
     """
 
-    def __init__(self, planes: CudaPlanes, host: Bytes2D) -> None:
-        check_width(len(planes), planes.plane_bytes, host.shape[1])
+    def __init__(self, planes: CudaPlanes, host: Bytes2D, form: HostFormat | None = None) -> None:
+        if form is None:
+            check_width(len(planes), planes.plane_bytes, host.shape[1])
+        else:
+            check_quantised(len(planes), planes.plane_bytes, host.shape[1], form)
+        self.form = form
         self.planes = planes
         self.host = host
         self.num_planes = len(planes)
         self.plane_bytes = planes.plane_bytes
-        self.page_bytes = self.num_planes * planes.plane_bytes
+        self.page_bytes = form.page_bytes if form else self.num_planes * planes.plane_bytes
         self.page_stride = host.shape[1]
         self.host_address = host.ctypes.data
         self.device = planes.device
@@ -35,8 +45,7 @@ class CudaPools:
     @cached_property
     def vector_bytes(self) -> int:
         """The widest access that every address allows."""
-        numbers = [self.plane_bytes, self.page_stride, self.host_address, *self.planes.addresses.tolist()]
-        return next(width for width in (16, 8, 4, 2, 1) if all(number % width == 0 for number in numbers))
+        return gcd(16, self.plane_bytes, self.page_stride, self.host_address, *self.planes.addresses.tolist())
 
 
 class PageBatch:

@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hicache.errors import ConfigError
 from hicache.kernels.base import Bytes2D, PageCopier
 from hicache.kernels.cpu import CpuCopier
+from hicache.kernels.cuda_bounce import BouncingCopier
+from hicache.kernels.cuda_copier import CudaCopier
 from hicache.kernels.cuda_planes import CudaPlanes
-
-CUPY_MEND = "pip install 'hicache[cuda12]' or 'hicache[cuda13]', by the major version of torch.version.cuda"
+from hicache.kernels.quantised import QuantisedCopier, Quantiser
 
 Planes: TypeAlias = Sequence[Bytes2D] | CudaPlanes
 """All planes of a device pool, in the order of the layout."""
 
 
-def bind(planes: Planes, host: Bytes2D, pinned: bool = False) -> PageCopier:
+def bind(planes: Planes, host: Bytes2D, pinned: bool = False, quantiser: Quantiser | None = None) -> PageCopier:
     """The fastest copier between these pools. They must not hold anything yet: see CudaCopier.
 
-    `host` is uint8 (num_host_pages, page_stride). For planes on a GPU, `pinned` says that it is: copies of memory
-    that is not block the calling thread. Raises ProtocolError for pools that do not fit together, ConfigError if
-    CuPy is missing.
+    `host` is uint8 (num_host_pages, page_stride); with a `quantiser` it holds pages of its format. For planes on a
+    GPU, `pinned` says that it is: copies of memory that is not block the calling thread. Raises ProtocolError for
+    pools that do not fit together, ConfigError if CuPy is missing.
     """
     if not isinstance(planes, CudaPlanes):
-        return _fastest_cpu_copier(planes, host)
-    try:  # here, not above: CuPy is an optional extra
-        from hicache.kernels.cuda_bounce import BouncingCopier
-        from hicache.kernels.cuda_copier import CudaCopier
-    except ImportError as error:
-        raise ConfigError(f"copies on {planes.device} need CuPy: {CUPY_MEND} ({error})") from error
-    return CudaCopier(planes, host) if pinned else BouncingCopier(planes, host)
+        return QuantisedCopier(planes, host, quantiser) if quantiser else _fastest_cpu_copier(planes, host)
+    form = quantiser.format if quantiser else None
+    return CudaCopier(planes, host, form=form) if pinned else BouncingCopier(planes, host, form)
 
 
 def _fastest_cpu_copier(planes: Sequence[Bytes2D], host: Bytes2D) -> PageCopier:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ProtocolError
-from hicache.layout import KVLayout
+from hicache.hashing import StoreIdentity
+from hicache.layout import HostFormat
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,19 @@ class StorageUsage:
     evicted_pages: int
 
 
-def check_buffers(layout: KVLayout, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+def kept_format(identity: StoreIdentity) -> HostFormat:
+    """The pages of a store that keeps them as they come, so that its codec is the host tier's.
+
+    Raises ConfigError if no host tier has this codec.
+    """
+    return HostFormat(identity.layout, identity.codec)
+
+
+def check_buffers(form: HostFormat, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
     """Raises ProtocolError unless there is one buffer of page_bytes or page_stride bytes for each key."""
     if len(keys) != len(buffers):
         raise ProtocolError(f"{len(keys)} keys came with {len(buffers)} buffers")
-    sizes = (layout.page_stride, layout.page_bytes)
+    sizes = (form.page_stride, form.page_bytes)
     for buffer in buffers:
         if buffer.nbytes not in sizes:
             raise ProtocolError(f"a buffer has {buffer.nbytes} bytes, a page has {sizes[1]} ({sizes[0]} padded)")
@@ -51,8 +60,8 @@ class StorageBackend(ABC):
 
     Calls block and may come from several threads of the storage engine at once. `keys` are 32-byte
     page digests of consecutive pages of one prefix chain: keys[i+1] is the child of keys[i]. Buffers
-    are host pages of `page_bytes` bytes (the identity's layout), 4 KiB-aligned and 4 KiB-padded when
-    they come from a host pool, so that `memoryview` slices can be given to O_DIRECT.
+    are host pages of `page_bytes` bytes (`kept_format` of the identity), 4 KiB-aligned and 4 KiB-padded
+    when they come from a host pool, so that `memoryview` slices can be given to O_DIRECT.
 
     Nothing here is optional. A backend signals trouble by raising StorageError; whatever it raises,
     pages that were not reported as written or read are absent to the caller.
@@ -61,6 +70,10 @@ class StorageBackend(ABC):
     @abstractmethod
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys present. A hint: found is not readable until `read_into` says so."""
+
+    def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` are stored, whether or not they belong to one chain; a hint, as in `contains_prefix`."""
+        return [self.contains_prefix([key]) == 1 for key in keys]
 
     @abstractmethod
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:

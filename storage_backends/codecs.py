@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from hicache.errors import ConfigError
-from hicache.layout import DTYPE_BYTES, KVLayout
+from hicache.layout import KVLayout
+
+if TYPE_CHECKING:  # they import this module
+    from hicache.storage_backends.codecs_quantised import QuantisedCodec
 
 CODECS: tuple[str, ...] = ("none", "zstd", "lz4", "fp8", "int8")
 """Names of the codecs. The name is part of a store's identity: a page is read with the codec that wrote it."""
+
+LOSSY_CODECS = ("fp8", "int8")
+"""Those that do not give back every bit."""
 
 
 class Codec(ABC):
@@ -54,11 +61,14 @@ def create_codec(name: str, layout: KVLayout) -> Codec | None:
         return None
     if name in ("zstd", "lz4"):
         return _create_lossless(name, layout)
-    if DTYPE_BYTES[layout.dtype] == 1:
-        raise ConfigError(f"codec {name!r} makes one byte of a value, {layout.dtype} has one already: use zstd or none")
+    return create_quantiser(name, layout)
+
+
+def create_quantiser(name: str, layout: KVLayout) -> QuantisedCodec:
+    """The codec "fp8" or "int8". Raises ConfigError if the layout's values have one byte already."""
     from hicache.storage_backends.codecs_quantised import Fp8Codec, Int8Codec
 
-    return Fp8Codec(layout) if name == "fp8" else Int8Codec(layout)
+    return {"fp8": Fp8Codec, "int8": Int8Codec}[name](layout)
 
 
 def _create_lossless(name: str, layout: KVLayout) -> Codec:

@@ -12,12 +12,13 @@ that neither spoils the other values.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import StoreCorruptError
-from hicache.layout import DTYPE_BYTES, HOST_ALIGNMENT, KVLayout, round_up
+from hicache.layout import SCALE_BYTES, HostFormat, KVLayout
 from hicache.storage_backends.codecs import Codec
 
 _Floats = npt.NDArray[np.float32]
@@ -32,18 +33,23 @@ _BLOCK = 1 << 16
 
 
 class QuantisedCodec(Codec):
-    """What int8 and fp8 share: scales, the format, its checks. `limit` is the largest magnitude of a code."""
+    """What int8 and fp8 share: scales, the format, its checks. `limit` is the largest magnitude of a code.
+
+    Raises ConfigError if the layout's values have one byte already.
+    """
 
     exact = False
     limit: float
 
     def __init__(self, layout: KVLayout) -> None:
+        self.format = HostFormat(layout, self.name)
         self._dtype = layout.dtype
         self._planes = layout.num_planes
-        self._values = layout.page_bytes // DTYPE_BYTES[layout.dtype]
-        self._length = 4 * self._planes + self._values
+        self._plane_bytes = layout.plane_bytes
+        self._values = self._planes * self.format.plane_values
+        self._length = self.format.page_bytes
         self._decoded = self._code_values()
-        self.slot_bytes = (round_up(self._length, HOST_ALIGNMENT),)
+        self.slot_bytes = (self.format.page_stride,)
 
     @abstractmethod
     def _code(self, values: _Floats) -> _Bytes:
@@ -65,7 +71,7 @@ class QuantisedCodec(Codec):
         scales = self._scales(peaks)
         values /= np.where(scales > 0, scales, np.float32(1))[:, np.newaxis]
         np.frombuffer(out, "<f4", self._planes)[:] = scales
-        codes, flat = np.frombuffer(out, np.uint8, self._values, 4 * self._planes), values.ravel()
+        codes, flat = np.frombuffer(out, np.uint8, self._values, self.format.codes_offset), values.ravel()
         for start in range(0, self._values, _BLOCK):
             codes[start : start + _BLOCK] = self._code(flat[start : start + _BLOCK])
         return self._length
@@ -74,16 +80,27 @@ class QuantisedCodec(Codec):
         if data.nbytes != self._length:
             raise StoreCorruptError(f"an encoded page has {data.nbytes} bytes, it should have {self._length}")
         scales = np.frombuffer(data, "<f4", self._planes)
-        codes = np.frombuffer(data, np.uint8, self._values, 4 * self._planes).reshape(self._planes, -1)
+        codes = np.frombuffer(data, np.uint8, self._values, self.format.codes_offset)
         if not self._possible(scales):
             raise StoreCorruptError("a scale of an encoded page is negative, not finite or too large")
         if self._has_bad_code(codes):
             raise StoreCorruptError("an encoded page holds a code that stands for nothing")
-        # 256 products and roundings for a plane, then one look-up for each value
-        tables = narrowed(scales[:, np.newaxis] * self._decoded, self._dtype)
-        out = np.frombuffer(page, tables.dtype, self._values).reshape(self._planes, -1)
-        for table, plane, target in zip(tables, codes, out):
-            np.take(table, plane, out=target, mode="clip")
+        out = np.frombuffer(page, np.uint8, self._planes * self._plane_bytes)
+        self.decode_planes(data, 0, list(out.reshape(self._planes, -1)))
+
+    def decode_planes(self, data: memoryview, first_plane: int, planes: Sequence[_Bytes]) -> None:
+        """Fill each of `planes`, uint8 (plane_bytes,), with a plane of an encoded page, from `first_plane` on.
+
+        Nothing is checked: codes that stand for nothing become 0.
+        """
+        scales = np.frombuffer(data, "<f4", len(planes), SCALE_BYTES * first_plane)
+        count = self.format.plane_values
+        codes = np.frombuffer(data, np.uint8, len(planes) * count, self.format.codes_offset + first_plane * count)
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that no codec makes
+            # 256 products and roundings for a plane, then one look-up for each value
+            tables = narrowed(scales[:, np.newaxis] * self._decoded, self._dtype)
+        for table, plane, target in zip(tables, codes.reshape(len(planes), count), planes):
+            np.take(table, plane, out=target.view(table.dtype), mode="clip")
 
     def _possible(self, scales: _Floats) -> bool:
         largest = _LARGEST[self._dtype] * (1 + 2**-20)  # more than the rounding of a scale can add
@@ -94,8 +111,9 @@ class QuantisedCodec(Codec):
         """Values and peaks of a page in which not all values are finite."""
         values = read_values(page, self._dtype, self._values, finite=False).reshape(self._planes, -1)
         peaks = np.abs(np.where(np.isfinite(values), values, np.float32(0))).max(1)
-        bounds = peaks[:, np.newaxis]
-        return np.clip(np.where(np.isnan(values), np.float32(0), values), -bounds, bounds), peaks
+        numbers = np.where(np.isnan(values), np.float32(0), values)
+        # Not np.clip: whether it gives 0 or -0 where both bounds are 0 depends on the CPU.
+        return np.copysign(np.minimum(np.abs(numbers), peaks[:, np.newaxis]), numbers), peaks
 
     def _scales(self, peaks: _Floats) -> _Floats:
         scales = np.where(peaks > 0, np.maximum(peaks / np.float32(self.limit), _SMALLEST_SCALE), np.float32(0))

@@ -11,7 +11,8 @@ from typing import Literal, TypeAlias, get_args
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
-from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers
+from hicache.layout import HostFormat
+from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers, kept_format
 from hicache.storage_backends.budget import MIN_PAGES, BudgetPlan, ValuesMode, page_cost
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.codecs import Codec, create_codec
@@ -42,7 +43,8 @@ class LmdbBackend(StorageBackend):
     pages of this namespace (0: not). Pages leave in the order of `eviction`, children before parents,
     and when they have not been used for `ttl` seconds (0: never); with fifo, since they were written.
     Pages survive a killed process as soon as `write` has returned; `durability` says what a power loss
-    may take. `identity.codec` says how pages are encoded.
+    may take. `identity.codec` says how pages are encoded; with `encoded` they come and go encoded, as a host
+    tier of that codec has them, and are kept as they are.
 
     Raises ConfigError for a path, a budget or a codec that cannot be used, StoreIdentityError, with nothing
     changed on disk, if the folder holds something else, StoreUnavailableError if the store cannot be
@@ -59,6 +61,7 @@ class LmdbBackend(StorageBackend):
         eviction: Eviction = "lru",
         ttl: float = 0.0,
         quota_bytes: int = 0,
+        encoded: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         for field, value, choices in (
@@ -67,11 +70,11 @@ class LmdbBackend(StorageBackend):
             ("eviction", eviction, POLICIES),
         ):
             _check_choice(field, value, choices)
-        self._layout = identity.layout
-        self._page_bytes = identity.layout.page_bytes
-        self._codec = create_codec(identity.codec, identity.layout)
-        self._slots = self._codec.slot_bytes if self._codec is not None else (identity.layout.page_stride,)
-        cost = page_cost(self._layout, identity.codec, values)
+        self._form = kept_format(identity) if encoded else HostFormat(identity.layout)
+        self._page_bytes = self._form.page_bytes
+        self._codec = None if encoded else create_codec(identity.codec, identity.layout)
+        self._slots = self._codec.slot_bytes if self._codec is not None else (self._form.page_stride,)
+        cost = page_cost(identity.layout, identity.codec, values)
         if quota_bytes and quota_bytes < MIN_PAGES * cost:
             raise ConfigError(
                 f"a quota of {quota_bytes} bytes does not hold one batch of {MIN_PAGES} pages of {cost} bytes"
@@ -102,9 +105,14 @@ class LmdbBackend(StorageBackend):
         self._note(keys, count)
         return count
 
+    def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
+        self._check_open()
+        self._expire()
+        return self._store.present(self._number, keys)
+
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         self._check_open()
-        check_buffers(self._layout, keys, buffers)
+        check_buffers(self._form, keys, buffers)
         self._expire()
         count = 0
         for _ in range(READ_ATTEMPTS):
@@ -118,7 +126,7 @@ class LmdbBackend(StorageBackend):
     def write(self, runs: Sequence[PageRun]) -> list[int]:
         self._check_open()
         for run in runs:
-            check_buffers(self._layout, run.keys, run.buffers)
+            check_buffers(self._form, run.keys, run.buffers)
         self._expire()
         return self._store.write(self._number, runs, self._encode, self._take_notes())
 

@@ -116,6 +116,15 @@ class Store:
         """How many leading keys of a chain of a namespace are stored."""
         return self.view(lambda view: 0 if view.space(number).clearing else view.leading(keys))
 
+    def present(self, number: int, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys of a namespace are stored, each looked up by itself, in one snapshot."""
+
+        def look(view: IndexView) -> list[bool]:
+            clearing = view.space(number).clearing
+            return [not clearing and view.has(key) for key in keys]
+
+        return self.view(look)
+
     def remove_damaged(self, key: bytes) -> int:
         """Remove a page that failed its checksum, and those below it; 0 if it had only been moved by a writer."""
         return self._index.change(lambda index: self._remove_damaged(index, key))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hicache.errors import ConfigError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
-from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers
+from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers, kept_format
 from hicache.storage_backends.checksums import page_checksum
 
 
@@ -33,11 +33,11 @@ class ManagedBackend(StorageBackend):
 
     def __init__(self, identity: StoreIdentity, budget_bytes: int) -> None:
         """Raises ConfigError if `budget_bytes` hold no page."""
-        self._layout = identity.layout
+        self._form = kept_format(identity)
         self._budget_bytes = budget_bytes
-        self._max_pages = budget_bytes // self._layout.page_bytes
+        self._max_pages = budget_bytes // self._form.page_bytes
         if self._max_pages < 1:
-            raise ConfigError(f"a budget of {budget_bytes} bytes holds no page of {self._layout.page_bytes} bytes")
+            raise ConfigError(f"a budget of {budget_bytes} bytes holds no page of {self._form.page_bytes} bytes")
         self._pages: dict[bytes, _Page] = {}
         self._leaves: list[tuple[int, bytes]] = []  # heap of (stamp, key); an entry whose stamp is old is void
         self._clock = 0
@@ -60,6 +60,10 @@ class ManagedBackend(StorageBackend):
     def drop(self, key: bytes) -> None:
         """Forget the bytes of a page."""
 
+    def checksum(self, key: bytes, data: memoryview) -> int:
+        """What tells a page's bytes from all others."""
+        return page_checksum(key, data)
+
     # ---- the contract -------------------------------------------------------------------------
 
     def contains_prefix(self, keys: Sequence[bytes]) -> int:
@@ -68,12 +72,12 @@ class ManagedBackend(StorageBackend):
             return self._leading(keys)
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        check_buffers(self._layout, keys, buffers)
+        check_buffers(self._form, keys, buffers)
         with self._lock:
             self._check_open()
             count = 0
             for key, buffer in zip(keys, buffers):
-                if key not in self._pages or not self._read(key, buffer[: self._layout.page_bytes]):
+                if key not in self._pages or not self._read(key, buffer[: self._form.page_bytes]):
                     break
                 count += 1
             if count:
@@ -82,7 +86,7 @@ class ManagedBackend(StorageBackend):
 
     def write(self, runs: Sequence[PageRun]) -> list[int]:
         for run in runs:
-            check_buffers(self._layout, run.keys, run.buffers)
+            check_buffers(self._form, run.keys, run.buffers)
         with self._lock:
             self._check_open()
             kept: set[bytes] = set()  # the deepest page of each run: its ancestors have a child and stay as well
@@ -108,7 +112,7 @@ class ManagedBackend(StorageBackend):
         with self._lock:
             self._check_open()
             pages = len(self._pages)
-            return StorageUsage(pages, pages * self._layout.page_bytes, self._budget_bytes, self._evicted)
+            return StorageUsage(pages, pages * self._form.page_bytes, self._budget_bytes, self._evicted)
 
     def close(self) -> None:
         with self._lock:
@@ -128,7 +132,7 @@ class ManagedBackend(StorageBackend):
 
     def _read(self, key: bytes, buffer: memoryview) -> bool:
         self.get(key, buffer)
-        if page_checksum(key, buffer) != self._pages[key].checksum:
+        if self.checksum(key, buffer) != self._pages[key].checksum:
             self._remove(key)
             return False
         return True
@@ -142,7 +146,7 @@ class ManagedBackend(StorageBackend):
         for key, buffer in zip(run.keys[count:], run.buffers[count:]):
             if len(self._pages) >= self._max_pages and not self._evict_one({*kept, parent}):
                 break
-            self._insert(key, parent, buffer[: self._layout.page_bytes])
+            self._insert(key, parent, buffer[: self._form.page_bytes])
             parent = key
             count += 1
         if count:
@@ -152,7 +156,7 @@ class ManagedBackend(StorageBackend):
 
     def _insert(self, key: bytes, parent: bytes | None, data: memoryview) -> None:
         self.put(key, data)
-        self._pages[key] = _Page(page_checksum(key, data), parent, 0)
+        self._pages[key] = _Page(self.checksum(key, data), parent, 0)
         if parent is not None:
             self._pages[parent].children.add(key)
 

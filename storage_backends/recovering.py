@@ -58,6 +58,10 @@ class RecoveringBackend(StorageBackend):
         with self._inside() as (backend, _):
             return backend.contains_prefix(keys)
 
+    def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._inside() as (backend, _):
+            return backend.contains_each(keys)
+
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         with self._inside() as (backend, _):
             return backend.read_into(keys, buffers)

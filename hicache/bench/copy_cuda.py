@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from hicache.host_pool.pool import HostPool
 from hicache.kernels.cuda_copier import CudaCopier, CudaCopy
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.layout import KVLayout
+from hicache.storage_backends.codecs import create_quantiser
 from hicache.types import PageIndices
 
 LAYERS = 16
@@ -39,6 +40,8 @@ SMALL_TARGET, SMALL_BYTES = 0.7, 4 << 10
 
 PathName = Literal["auto", "kernel", "direct", "staged"]
 PATHS: tuple[PathName, ...] = ("kernel", "staged", "direct", "auto")
+CODEC = "fp8"
+QUANTISED_PATHS: tuple[PathName, ...] = ("kernel", "staged")
 
 _STREAM: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # their constructors have no types
 _EVENT: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -57,7 +60,8 @@ class _Pools:
 
     @property
     def moved(self) -> int:
-        return self.batch * self.device.layout.page_bytes
+        """Bytes of a copy in host memory."""
+        return self.batch * self.host.format.page_bytes
 
 
 def run(device: str = "cuda", moved: int = MOVED_BYTES, progress: Progress = lambda what: None) -> dict[str, Any]:
@@ -66,8 +70,9 @@ def run(device: str = "cuda", moved: int = MOVED_BYTES, progress: Progress = lam
 
     `gather`, `scatter` and `by_layer` are ratios to memcpy: down of all planes, up of all planes in one call, up with
     one call for each layer. The path staged has only the first, since it goes up by the kernel. `pages` are random or
-    contiguous; the targets are for random ones on the path "auto", what it takes is in `chose`. Raises IntegrityError
-    for wrong bytes.
+    contiguous; the targets are for random ones on the path "auto", what it takes is in `chose`. The paths "fp8 kernel"
+    and "fp8 staged" quantise: their speeds are of the bytes in host memory, half of those on the device. Raises
+    IntegrityError for wrong bytes.
     """
     results: list[dict[str, Any]] = []
     for plane_bytes in PLANE_BYTES:
@@ -106,6 +111,23 @@ def _measure(pools: _Pools) -> Iterator[dict[str, Any]]:
                 speeds = _speeds(pools, copier, name, path != "staged")
                 _check(pools, copier, name)
             yield _row(pools, path, chosen, name, memcpy, speeds)
+    yield from _measure_quantised(pools, memcpy)
+
+
+def _measure_quantised(plain: _Pools, memcpy: tuple[float, float]) -> Iterator[dict[str, Any]]:
+    """Random pages only."""
+    layout, registrar = plain.device.layout, CudaRegistrar(plain.device.device)
+    host = HostPool(layout, 2 * plain.batch, pinned=True, registrar=registrar, codec=CODEC)
+    pools = replace(plain, host=host)
+    try:
+        for path in QUANTISED_PATHS:
+            with torch.cuda.stream(pools.stream):
+                copier = CudaCopier(pools.planes, host.array, path, host.format)
+                speeds = _speeds(pools, copier, "random", path != "staged")
+                _check_quantised(pools, copier)
+            yield _row(pools, f"{CODEC} {path}", (path, path), "random", memcpy, speeds)
+    finally:
+        host.close()
 
 
 def _row(
@@ -143,7 +165,7 @@ _TARGETS = ((LARGE_TARGET, LARGE_BYTES), (SMALL_TARGET, SMALL_BYTES))
 
 def _memcpy(pools: _Pools) -> tuple[float, float]:
     """GB/s down and up of one copy, as large as a registration of the host pool allows."""
-    nbytes = min(pools.moved, pools.host.pages_per_registration * pools.device.layout.page_stride)
+    nbytes = min(pools.moved, pools.host.pages_per_registration * pools.host.page_stride)
     host = torch.from_numpy(pools.host.array.reshape(-1)[:nbytes])
     device = torch.empty(nbytes, dtype=torch.uint8, device=pools.planes.device)
     with torch.cuda.stream(pools.stream):
@@ -183,6 +205,26 @@ def _check(pools: _Pools, copier: CudaCopier, name: str) -> None:
     for number, tensor in enumerate(pools.planes.tensors):
         if not torch.equal(tensor[source], tensor[target]):
             raise IntegrityError(f"plane {number} differs after its way to the host and back, pages {name}")
+
+
+def _check_quantised(pools: _Pools, copier: CudaCopier) -> None:
+    """A page, down and up again to another one, against the codec on the CPU."""
+    (there, elsewhere), (on_host, _) = _pages("random", pools.batch, 2), _pages("random", pools.batch, 3)
+    codec, form = create_quantiser(CODEC, pools.device.layout), pools.host.format
+    copier.copy(there, on_host).gather()
+    copier.copy(elsewhere, on_host).scatter(0, len(pools.planes))
+    torch.cuda.current_stream(pools.planes.device).synchronize()
+    before, after = (
+        np.concatenate([tensor[int(pages[0])].cpu().numpy() for tensor in pools.planes.tensors])
+        for pages in (there, elsewhere)
+    )
+    encoded, decoded = np.zeros(form.page_stride, np.uint8), np.zeros_like(before)
+    codec.encode(before.data, encoded.data)
+    codec.decode(encoded[: form.page_bytes].data, decoded.data)
+    if not np.array_equal(encoded[: form.page_bytes], pools.host.array[on_host[0]][: form.page_bytes]):
+        raise IntegrityError(f"a page differs on the host from what {CODEC} makes of it")
+    if not np.array_equal(decoded, after):
+        raise IntegrityError(f"a page differs on the device from what {CODEC} gives back")
 
 
 def _pages(name: str, batch: int, seed: int) -> tuple[PageIndices, PageIndices]:

@@ -82,7 +82,7 @@ def run(
     """
     sizes = sizes or Sizes()
     loaded = load_model(model)
-    with _threads(threads) as used, scratch_folder(path) as folder:
+    with compute_threads(threads) as used, scratch_folder(path) as folder:
         ttft = _Ttft(loaded, folder, sizes)
         try:
             measured = ttft.run(progress)
@@ -94,7 +94,8 @@ def run(
 
 
 @contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
+def compute_threads(wanted: int | None) -> Iterator[int]:
+    """So many threads compute meanwhile; None: half of the cores, so that copies find another one."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or max(before // 2, 1))
     try:

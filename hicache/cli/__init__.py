@@ -17,7 +17,18 @@ import typer
 from typer.main import get_command
 
 from hicache import __version__
-from hicache.cli import bench_cmd, config_cmd, demo_cmd, doctor_cmd, replay_cmd, serve_cmd, store_cmd, stress_cmd
+from hicache.cli import (
+    bench_cmd,
+    config_cmd,
+    demo_cmd,
+    doctor_cmd,
+    plan_cmd,
+    replay_cmd,
+    serve_cmd,
+    store_cmd,
+    stress_cmd,
+    why_cmd,
+)
 from hicache.errors import BadInput, CapacityError, HiCacheError
 
 EXIT_FAILED = 1
@@ -35,9 +46,11 @@ app = typer.Typer(
 # Commands
 app.command()(demo_cmd.demo)
 app.command()(doctor_cmd.doctor)
+app.command()(plan_cmd.plan)
 app.command()(replay_cmd.replay)
 app.command()(serve_cmd.serve)
 app.command()(stress_cmd.stress)
+app.command()(why_cmd.why)
 app.add_typer(bench_cmd.app, name="bench")
 app.add_typer(config_cmd.app, name="config")
 app.add_typer(store_cmd.app, name="store")

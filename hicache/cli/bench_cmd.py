@@ -1,4 +1,4 @@
-"""`hicache bench tree|copy|storage|stall|serving`: measure on this machine, with the figures aimed at beside."""
+"""`hicache bench tree|copy|storage|stall|serving|calibrate`: measure on this machine, with the figures aimed at beside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from hicache.config.units import format_bytes
+from hicache.errors import ConfigError
 
 app = typer.Typer(help="Measure parts of the cache on this machine.", no_args_is_help=True)
 
@@ -117,6 +118,41 @@ def serving(
     place = folder if folder is not None else Path(tempfile.gettempdir())
     sizes = QUICK if quick else Sizes()
     _report(_watched(lambda progress: run(place, model or MODEL, sizes, threads, progress)), as_json, _serving_tables)
+
+
+@app.command()
+def calibrate(
+    as_json: AsJson = False,
+    quick: Quick = False,
+    folder: Folder = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="SPEC", help="As for serve (default: a made-up one).", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Write the section to a file.", show_default=False),
+    ] = None,
+) -> None:
+    """Copies, disk and prefill of this machine as the section `costs` of a configuration.
+
+    `hicache replay --no-bytes --costs FILE` reads what --out wrote.
+    """
+    import yaml
+
+    from hicache.bench.calibrate import MODEL, QUICK, Sizes, run
+
+    place = folder if folder is not None else Path(tempfile.gettempdir())
+    sizes = QUICK if quick else Sizes()
+    measured = _watched(lambda progress: run(place, model or MODEL, sizes, device, progress))
+    text = yaml.safe_dump({"costs": measured["costs"]}, sort_keys=False)
+    if out is not None:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    typer.echo(json.dumps(measured, indent=2) if as_json else text.rstrip())
 
 
 def _watched(work: Callable[[Callable[[str], None]], dict[str, Any]]) -> dict[str, Any]:

@@ -49,19 +49,23 @@ def show(
 def effective(config: CacheConfig) -> dict[str, object]:
     """All values in effect as plain data, with `layout` and each tier's `derived` added. Sizes in bytes."""
     layout = config.layout()
-    tiers = [
-        {**section.model_dump(mode="json"), "derived": _derived(_capacity(config, section))} for section in config.tiers
-    ]
+    tiers = [{**_values(config, section), "derived": _derived(_capacity(config, section))} for section in config.tiers]
     return {
         **config.model_dump(mode="json"),
         "tiers": tiers,
         "layout": {
             "token_bytes": layout.token_bytes,
             "page_bytes": layout.page_bytes,
-            "slot_bytes": layout.page_stride,
+            "slot_bytes": config.host_format().page_stride,
             "num_kv_heads": layout.num_kv_heads,
         },
     }
+
+
+def _values(config: CacheConfig, section: TierSection) -> dict[str, object]:
+    """The values of a tier that are in effect."""
+    codec = {"codec": config.stored_codec} if section.tier == "storage" else {}
+    return {**section.model_dump(mode="json"), **codec}
 
 
 def _derived(capacity: Capacity) -> dict[str, int]:
@@ -86,7 +90,8 @@ def _model_table(config: CacheConfig) -> Table:
     table.add_row("poison", str(config.poison).lower())
     table.add_row("bytes per token", f"{layout.token_bytes} ({format_bytes(layout.token_bytes)})")
     table.add_row("bytes per page", f"{layout.page_bytes} ({format_bytes(layout.page_bytes)})")
-    table.add_row("slot size, host and disk", f"{layout.page_stride} ({format_bytes(layout.page_stride)})")
+    slot = config.host_format().page_stride
+    table.add_row("slot size, host and disk", f"{slot} ({format_bytes(slot)})")
     return table
 
 
@@ -104,7 +109,11 @@ def _tier_table(config: CacheConfig) -> Table:
 def _option_table(config: CacheConfig) -> Table:
     table = Table("tier", "options in effect", title="Options", title_justify="left")
     for section in config.tiers:
-        options = section.model_dump(mode="json", exclude={"tier", "size"}, exclude_none=True)
+        options = {
+            name: value
+            for name, value in _values(config, section).items()
+            if name not in ("tier", "size") and value is not None
+        }
         table.add_row(section.tier, ", ".join(_options(options)))
     return table
 

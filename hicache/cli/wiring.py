@@ -23,7 +23,9 @@ from hicache.sim.workload import TraceRequest
 if TYPE_CHECKING:
     from hicache.cache import HiCache
     from hicache.config import CacheConfig
-    from hicache.sim.driver import ReplayOptions
+    from hicache.sim.options import ReplayOptions, SimOptions
+    from hicache.sim.simulate import SimResult
+    from hicache.stats import Counters
 
 CHATS = "chats"
 """Name of the built-in generator where a trace file is expected."""
@@ -92,6 +94,26 @@ def replay(config: CacheConfig, trace: Sequence[TraceRequest], options: ReplayOp
     return Outcome(result, open_seconds)
 
 
+def simulate(
+    config: CacheConfig,
+    trace: Sequence[TraceRequest],
+    options: SimOptions,
+    console: Console,
+    observe: Callable[[HiCache], object] = lambda cache: None,
+) -> SimResult:
+    """Replay the trace without bytes, by the costs of the configuration. Progress goes to `console`; `observe` gets the
+    cache before the replay begins.
+
+    Raises ConfigError for costs or a backend that cannot be modelled, KeyboardInterrupt on Ctrl-C.
+    """
+    from hicache.config.cost_model import costs_of
+    from hicache.sim.simulate import simulate as run_simulation
+
+    costs = costs_of(config)
+    with _progress_bar(console, None, len(trace)) as progress:
+        return run_simulation(config, trace, costs, options, progress, observe)
+
+
 def check_pages(result: ReplayResult) -> None:
     """Raises IntegrityError if a hit page held wrong bytes."""
     if result.wrong_pages:
@@ -112,8 +134,8 @@ def _run(cache: HiCache, trace: Sequence[TraceRequest], options: ReplayOptions, 
     context = allocator.num_pages * cache.page_size
     target = ReplayTarget(cache, requests, Request, allocator, pool, compute, context)
     try:
-        with _progress_bar(console, cache, len(trace)) as show, _interruptible(show) as progress:
-            return Replay(target, POISON_BYTE, options, progress).run(trace)
+        with _progress_bar(console, cache.tiers.counters, len(trace)) as show, _interruptible(show) as progress:
+            return Replay.with_bytes(target, POISON_BYTE, options, progress).run(trace)
     finally:
         compute.close()
 
@@ -131,19 +153,19 @@ def _interruptible(progress: Callable[[int, int], None]) -> Iterator[Callable[[i
 
 
 @contextmanager
-def _progress_bar(console: Console, cache: HiCache, total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar with requests, tokens per second and hit rate; nothing where there is no terminal."""
+def _progress_bar(console: Console, counters: Counters | None, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with requests, tokens per second and the hit rate of `counters`; nothing where there is no terminal."""
     columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    counters = cache.tiers.counters
     start = time.perf_counter()
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
         def show(requests: int, prompt_tokens: int) -> None:
-            hits = sum(counters.hit_tokens.values())
-            share = hits / max(hits + counters.computed_tokens, 1)
-            speed = prompt_tokens / (time.perf_counter() - start)
-            bar.update(task, completed=requests, description=f"{speed:,.0f} tokens/s, {share:.0%} hits")
+            text = f"{prompt_tokens / (time.perf_counter() - start):,.0f} tokens/s"
+            if counters is not None:
+                hits = sum(counters.hit_tokens.values())
+                text += f", {hits / max(hits + counters.computed_tokens, 1):.0%} hits"
+            bar.update(task, completed=requests, description=text)
 
         yield show
 

@@ -6,13 +6,16 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hicache.config import rules
+from hicache.config.costs import CostsSection, LinkCosts, LoadSection, PrefillCosts
 from hicache.config.document import Document, KeyPath, Problem, override, read_document
-from hicache.config.models import CacheConfig, DeviceTier, HostTier, ModelSection, Prefetch, Section, StorageTier
+from hicache.config.models import CacheConfig, DeviceTier, HostTier, ModelSection, Prefetch, StorageTier
+from hicache.config.section import Section
 from hicache.config.units import closest
 from hicache.errors import ConfigError
 
@@ -22,8 +25,14 @@ SECTIONS: dict[str | int, type[Section]] = {
     "host": HostTier,
     "storage": StorageTier,
     "prefetch": Prefetch,
+    "costs": CostsSection,
+    "load": LoadSection,
+    "prefill": PrefillCosts,
+    **dict.fromkeys(("to_device", "to_host", "disk_read", "disk_write"), LinkCosts),
 }
 """By the last name in the location that pydantic gives to a section."""
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 MESSAGES = {
     "missing": "this key is missing",
@@ -41,26 +50,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> CacheConfig:
 
     Raises ConfigError, one line with the file, the line and the mend.
     """
+    return parse_config(_text_of(path), source=str(path), overrides=overrides)
+
+
+def _text_of(path: str | Path) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot be read: it is not UTF-8 text") from None
-    return parse_config(text, source=str(path), overrides=overrides)
+
+
+def load_costs(path: str | Path) -> CostsSection:
+    """The section `costs` of a YAML file that may have nothing else. Raises ConfigError with the file and the mend."""
+    document = read_document(_text_of(path), str(path))
+    if not isinstance(document.data, dict) or not isinstance(document.data.get("costs"), dict):
+        raise ConfigError(f"{path}: there is no section 'costs', as hicache bench calibrate --out writes it")
+    return section_from_mapping(CostsSection, document.data["costs"], source=f"{path}: costs")
 
 
 def parse_config(text: str, *, source: str = "config", overrides: Sequence[str] = ()) -> CacheConfig:
     """As `load_config`, for YAML text that calls itself `source` in messages."""
-    return _validated(override(read_document(text, source), overrides))
+    return validated(override(read_document(text, source), overrides))
 
 
 def config_from_mapping(data: Mapping[str, object], *, source: str = "config") -> CacheConfig:
     """As `load_config`, for plain data as YAML would give it: sizes are text with units."""
-    return _validated(Document(source, dict(data)))
+    return validated(Document(source, dict(data)))
 
 
-def _validated(document: Document) -> CacheConfig:
+def validated(document: Document) -> CacheConfig:
+    """The configuration in a document. Raises ConfigError naming the place of what is wrong."""
     if not isinstance(document.data, dict):
         raise ConfigError(f"{document.where(())}: a configuration is a mapping with the keys model, page_size, tiers")
     try:
@@ -73,10 +94,18 @@ def _validated(document: Document) -> CacheConfig:
     return config
 
 
-def _problems(error: ValidationError) -> list[Problem]:
+def section_from_mapping(kind: type[AnySection], data: Mapping[str, object], *, source: str) -> AnySection:
+    """One section by itself, as the configuration of an engine holds it; checked as those of a file are."""
+    try:
+        return kind.model_validate(dict(data))
+    except ValidationError as error:
+        raise Document(source, dict(data)).error(_problems(error, kind)) from None
+
+
+def _problems(error: ValidationError, root: type[Section] = CacheConfig) -> list[Problem]:
     """Misspelt keys come before missing ones: mending the first often mends the second."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] == "missing")
-    return [Problem(_path(detail["loc"]), _message(detail)) for detail in details]
+    return [Problem(_path(detail["loc"]), _message(detail, root)) for detail in details]
 
 
 def _path(loc: KeyPath) -> KeyPath:
@@ -84,10 +113,10 @@ def _path(loc: KeyPath) -> KeyPath:
     return (*loc[:2], *loc[3:]) if loc[:1] == ("tiers",) else loc
 
 
-def _message(detail: ErrorDetails) -> str:
+def _message(detail: ErrorDetails, root: type[Section]) -> str:
     kind, value = detail["type"], reprlib.repr(detail["input"])
     if kind == "extra_forbidden":
-        return _unknown_key(detail["loc"])
+        return _unknown_key(detail["loc"], root)
     if kind in ("literal_error", "union_tag_invalid"):
         return _unknown_word(detail)
     if kind == "value_error":
@@ -99,9 +128,9 @@ def _message(detail: ErrorDetails) -> str:
     return f"{detail['msg'].removeprefix('Input ')}, got {value}"
 
 
-def _unknown_key(loc: KeyPath) -> str:
+def _unknown_key(loc: KeyPath, root: type[Section]) -> str:
     names = [part for part in loc[:-1] if part in SECTIONS]
-    known = sorted((SECTIONS[names[-1]] if names else CacheConfig).model_fields)
+    known = sorted((SECTIONS[names[-1]] if names else root).model_fields)
     near = closest(str(loc[-1]), known)
     return f"unknown key, did you mean {near[0]!r}?" if near else f"unknown key, the keys here are {', '.join(known)}"
 

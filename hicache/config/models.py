@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PlainSerializer,
@@ -19,25 +18,39 @@ from pydantic import (
     model_validator,
 )
 
+from hicache.config.costs import CostsSection, LoadSection
 from hicache.config.document import Document
 from hicache.config.known_models import KNOWN_MODELS
-from hicache.config.units import Size, format_duration, parse_duration, parse_size
+from hicache.config.section import Duration, Section
+from hicache.config.units import Size, parse_size
 from hicache.errors import ConfigError
 from hicache.hashing import StoreIdentity
-from hicache.layout import MAX_PAGE_SIZE, KVLayout, LayoutKind
+from hicache.layout import MAX_PAGE_SIZE, HostFormat, KVLayout, LayoutKind
+from hicache.policies.eviction import known_evictions
 from hicache.storage_backends.budget import BudgetPlan, page_cost
+from hicache.storage_backends.codecs import LOSSY_CODECS
 from hicache.types import Tier
 
 SizeField = Annotated[Size, PlainValidator(parse_size), PlainSerializer(lambda size: size.text, return_type=str)]
-Duration = Annotated[float, PlainValidator(parse_duration), PlainSerializer(format_duration, return_type=str)]
 DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Word = Annotated[str, Field(min_length=1)]
 Dtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
-EvictionPolicy = Literal["lru", "lfu", "fifo", "filo", "mru", "slru", "priority"]
 HostWritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 StorageWritePolicy = Literal["write_through", "write_back"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
-AdmissionMode = Literal["all", "hits", "priority"]
+AdmissionMode = Literal["all", "hits", "tinylfu", "priority"]
+
+
+def _known_eviction(name: str) -> str:
+    known = known_evictions()
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name!r} is not one of {', '.join(map(repr, known))}{hint}")
+    return name
+
+
+EvictionPolicy = Annotated[str, AfterValidator(_known_eviction)]
 
 
 def _dividing(page_size: int) -> int:
@@ -56,12 +69,6 @@ def _numa(value: object) -> int | str | None:
 
 
 NumaNode = Annotated[int | Literal["auto"] | None, PlainValidator(_numa)]
-
-
-class Section(BaseModel):
-    """A mapping of the file: unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSection(Section):
@@ -109,17 +116,20 @@ class DeviceTier(Section):
     size: SizeField
     device: DeviceName = "auto"
     eviction: EvictionPolicy = "lru"
+    queue_aware: bool = False
 
 
 class HostTier(Section):
-    """`size` is per process; `local_ranks` processes of this machine each take as much."""
+    """`size` is per process; `local_ranks` processes of this machine each take as much. A `codec` is lossy."""
 
     tier: Literal["host"]
     size: SizeField
+    codec: Literal["none", "fp8", "int8"] = "none"
     pinned: Literal["auto", True, False] = "auto"
     huge_pages: bool = False
     numa: NumaNode = "auto"
     eviction: EvictionPolicy = "lru"
+    queue_aware: bool = False
     write: HostWritePolicy = "write_through"
     selective_hits: PositiveInt = 2
     local_ranks: PositiveInt = 1
@@ -205,10 +215,13 @@ class CacheConfig(Section):
     model: ModelSection
     page_size: PageSize = 64
     poison: bool = False
+    decision_log: NonNegativeInt = 0
     tiers: Annotated[
         tuple[Annotated[TierSection, Field(discriminator="tier")], ...],
         Field(strict=False),
     ]
+    costs: CostsSection = CostsSection()
+    load: LoadSection = LoadSection()
     _document: Document = PrivateAttr(default_factory=lambda: Document("config", None))
 
     def where(self, *path: str | int) -> str:
@@ -245,12 +258,32 @@ class CacheConfig(Section):
             kind=model.kind,
         )
 
+    def host_format(self) -> HostFormat:
+        """Pages in host memory."""
+        return HostFormat(self.layout(), self.host.codec if self.host is not None else "none")
+
+    @property
+    def stored_codec(self) -> str:
+        """How pages are encoded on storage: as a host tier that quantises has them already."""
+        host = self.host_format()
+        if host.quantised or self.storage is None:
+            return host.codec
+        return self.storage.codec
+
+    @property
+    def lossy_codec(self) -> tuple[str | int, ...] | None:
+        """Where the first codec stands that does not give back every bit of a page; None if all do."""
+        for index, section in enumerate(self.tiers):
+            if isinstance(section, (HostTier, StorageTier)) and section.codec in LOSSY_CODECS:
+                return ("tiers", index, "codec")
+        return None
+
     def identity(self) -> StoreIdentity:
         """What a stored page depends on besides its tokens."""
         geometry = {"layers", "kv_heads", "head_dim", "dtype", "kind"}
         fields = self.model.model_dump(exclude=geometry)
         if self.storage is not None:
-            fields |= {"tenant": self.storage.tenant, "codec": self.storage.codec}
+            fields |= {"tenant": self.storage.tenant, "codec": self.stored_codec}
         return StoreIdentity(self.layout(), model=fields.pop("name"), **fields)
 
     def capacity(self, tier: Tier) -> Capacity | None:
@@ -263,8 +296,7 @@ class CacheConfig(Section):
         if tier is Tier.STORAGE and self.storage is not None and self.storage.backend == "lmdb":
             plan = self._store_plan(self.storage, size)
             return Capacity(plan.pages, self.page_size, plan.page_cost, plan.budget_bytes)
-        layout = self.layout()
-        page_bytes = layout.page_bytes if tier is Tier.DEVICE else layout.page_stride
+        page_bytes = self.layout().page_bytes if tier is Tier.DEVICE else self.host_format().page_stride
         num_pages = size.pages(page_bytes, self.page_size)
         budget = size.amount if size.unit == "bytes" else num_pages * page_bytes
         return Capacity(num_pages, self.page_size, page_bytes, budget)
@@ -281,7 +313,7 @@ class CacheConfig(Section):
 
     def _store_plan(self, storage: StorageTier, size: Size) -> BudgetPlan:
         """An LMDB store of `size`: its index comes out of a size in bytes, and on top of a size in pages."""
-        cost = page_cost(self.layout(), storage.codec, storage.values)
+        cost = page_cost(self.layout(), self.stored_codec, storage.values)
         if size.unit == "bytes":
             return BudgetPlan(storage.values, size.amount, cost)
         return BudgetPlan.for_pages(storage.values, size.pages(cost, self.page_size), cost)
@@ -302,6 +334,7 @@ class CacheConfig(Section):
             "eviction": storage.eviction,
             "ttl": storage.ttl or 0.0,
             "quota_bytes": quota,
+            "encoded": self.host_format().quantised,
         }
 
     def attach(self, document: Document) -> None:

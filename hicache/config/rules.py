@@ -51,13 +51,18 @@ def _order(config: CacheConfig) -> Iterator[Problem]:
 
 
 def _codec(config: CacheConfig) -> Iterator[Problem]:
-    """A codec must suit the dtype, and its package must be there."""
+    """A codec must suit the dtype, and its package must be there; what is quantised already is stored as it is."""
     for index, section in enumerate(config.tiers):
-        if isinstance(section, StorageTier):
+        if isinstance(section, (HostTier, StorageTier)):
             try:
                 create_codec(section.codec, config.layout())
             except ConfigError as error:
                 yield Problem(("tiers", index, "codec"), str(error))
+                return
+        if isinstance(section, StorageTier) and "codec" in section.model_fields_set:
+            if config.stored_codec != section.codec:
+                same = f"the host tier has codec {config.stored_codec} and its pages are stored as they are"
+                yield Problem(("tiers", index, "codec"), f"{section.codec!r} cannot be, {same}: leave codec out")
 
 
 def _limits(config: CacheConfig) -> Iterator[Problem]:
@@ -109,9 +114,10 @@ def _without_effect(section: TierSection) -> Iterator[tuple[tuple[str, ...], str
 
 
 def _admission_options(admission: Admission) -> Iterator[tuple[tuple[str, ...], str]]:
-    for key, policy in (("min_hits", "hits"), ("min_priority", "priority")):
-        if key in admission.model_fields_set and admission.policy != policy:
-            yield ("admission", key), f"has no effect with policy: {admission.policy}, it is for {policy}"
+    for key, policies in (("min_hits", ("hits", "tinylfu")), ("min_priority", ("priority",))):
+        if key in admission.model_fields_set and admission.policy not in policies:
+            where = " and ".join(policies)
+            yield ("admission", key), f"has no effect with policy: {admission.policy}, it is for {where}"
 
 
 _LMDB_KEYS = {"values", "durability", "eviction", "ttl", "quota", "codec"}

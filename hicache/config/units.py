@@ -15,6 +15,7 @@ BYTE_UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "PB": 10**15,
     "KiB": 2**10,
     "MiB": 2**20,
     "GiB": 2**30,
@@ -29,6 +30,8 @@ SECONDS = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
+
+SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12, "P": 10**15}
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -64,6 +67,44 @@ def parse_duration(value: object) -> float:
     if not number:
         raise ValueError(f"{text!r}: a duration must be more than 0")
     return float(number * SECONDS[unit])
+
+
+def parse_bandwidth(value: object) -> float:
+    """Read "24GB/s" or "500 MiB/s" as bytes per second. Raises ValueError with the mend."""
+    text = value if isinstance(value, str) else ""
+    amount, slash, per = text.partition("/")
+    if not slash or per.strip() != "s":
+        raise ValueError(f"{value!r} is not a bandwidth, write bytes per second such as 24GB/s")
+    size = parse_size(amount)
+    if size.unit != "bytes" or not size.amount:
+        raise ValueError(f"{value!r} is not a bandwidth, write bytes per second such as 24GB/s")
+    return float(size.amount)
+
+
+def parse_flops(value: object) -> float:
+    """Read "400TFLOPS" as operations per second. Raises ValueError with the mend."""
+    return _scaled(value, "FLOPS", "400TFLOPS")
+
+
+def parse_count(value: object) -> float:
+    """Read "6.95B" or 6950000000 as a number. Raises ValueError with the mend."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    return _scaled(value, "", "6.95B")
+
+
+def _scaled(value: object, unit: str, example: str) -> float:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    scale = SCALES.get(match[2].removesuffix(unit)) if match is not None and match[2].endswith(unit) else None
+    if match is None or scale is None or not float(match[1]):
+        raise ValueError(f"{value!r}: write a number above 0 with a unit, such as {example}")
+    return float(match[1]) * scale
+
+
+def format_rate(value: float, unit: str) -> str:
+    """`value` for people, and for whoever reads it back, in decimal units: 2.4e10, "B/s" -> "24GB/s"."""
+    prefix = next((name for name in ("P", "T", "G", "M", "K") if value >= SCALES[name]), "")
+    return f"{value / SCALES[prefix]:.6g}{prefix}{unit}"
 
 
 def _split(value: object, unit_is_missing: str) -> tuple[Fraction, str, str]:

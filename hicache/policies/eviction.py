@@ -1,287 +1,96 @@
-"""Eviction orders: which of the evictable entries goes first.
+"""Eviction policies by name: which of the evictable entries goes first.
 
 The tree tells an order exactly which entries are evictable now; an order never scans and never
 sees a node, only its access history. Each operation is O(log n) or better at any size.
 
-| policy   | victim                                   | kept in                            |
-|----------|------------------------------------------|------------------------------------|
-| lru      | least recently used                      | Recency                            |
-| slru     | lru of those never hit, then of the rest  | Segmented: two Recency             |
-| lfu      | fewest hits, then lru                    | Bucketed by hits                   |
-| priority | lowest priority, then lru                | Bucketed by priority               |
-| fifo     | oldest                                   | Ranked by created                  |
-| filo     | newest                                   | Ranked by -created                 |
-| mru      | most recently used                       | Ranked by -tick                    |
+| policy    | victim                                                              | class      |
+|-----------|---------------------------------------------------------------------|------------|
+| lru       | least recently used                                                 | Recency    |
+| slru      | lru of those never hit, then of the rest                            | Segmented  |
+| lfu       | fewest hits, then lru                                               | Bucketed   |
+| priority  | lowest priority, then lru                                           | Bucketed   |
+| fifo      | oldest                                                              | Ranked     |
+| filo      | newest                                                              | Ranked     |
+| mru       | most recently used                                                  | Ranked     |
+| sieve     | oldest that was not hit since the hand passed                       | Sieve      |
+| s3fifo    | oldest of a small queue that was not hit twice, or of the main one  | S3Fifo     |
+| arc       | lru of those never hit or of the rest, in a share learned of ghosts | Arc        |
+| wtinylfu  | seen less often of two: lru of a window, slru of the rest           | WTinyLfu   |
+| gdsf      | cheapest to compute or to load again for its uses                   | CostAware  |
+| retention | lowest retention left, then lru                                     | Retained   |
+| adaptive  | fewest hits to be expected per byte and time, as learned            | HitDensity |
 """
 
 from __future__ import annotations
 
-import heapq
-from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from hicache.errors import ConfigError
-
-
-class EntryView(Protocol):
-    """What a policy may know of an entry. Ticks are the tree's logical clock."""
-
-    @property
-    def tick(self) -> int: ...
-    @property
-    def created(self) -> int: ...
-    @property
-    def hits(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-
-
-E = TypeVar("E", bound=EntryView)
-
-
-class EvictionOrder(ABC, Generic[E]):
-    """The evictable entries of one tier, in the order they should go."""
-
-    @abstractmethod
-    def add(self, entry: E) -> None:
-        """`entry` became evictable; it is not tracked yet."""
-
-    @abstractmethod
-    def discard(self, entry: E) -> None:
-        """`entry` is no longer evictable, or was evicted; it is tracked."""
-
-    @abstractmethod
-    def touch(self, entry: E) -> None:
-        """`entry`, which is tracked, was used: its tick and hits have just been raised."""
-
-    @abstractmethod
-    def first(self) -> E | None:
-        """The next victim, still tracked."""
-
-    @abstractmethod
-    def __contains__(self, entry: object) -> bool: ...
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-
-class Recency(EvictionOrder[E]):
-    """Least recently used first.
-
-    Uses come in tick order, so an ordered dict sorts them for free. Entries that become evictable
-    long after their last use (a parent whose children went) go to a heap beside it.
-    """
-
-    def __init__(self) -> None:
-        self._recent: OrderedDict[E, int] = OrderedDict()
-        self._late = _LazyHeap[E]()
-        self._newest = 0
-
-    def add(self, entry: E) -> None:
-        if entry.tick >= self._newest:
-            self.append(entry)
-        else:
-            self._late.push(entry, entry.tick)
-
-    def append(self, entry: E) -> None:
-        """Track `entry` as the most recent of all, whatever its tick."""
-        self._newest = max(self._newest, entry.tick)
-        self._recent[entry] = self._newest
-
-    def discard(self, entry: E) -> None:
-        if self._recent.pop(entry, None) is None:
-            self._late.remove(entry)
-
-    def touch(self, entry: E) -> None:
-        if entry in self._recent:
-            self._newest = self._recent[entry] = max(self._newest, entry.tick)
-            self._recent.move_to_end(entry)
-        else:
-            self._late.remove(entry)
-            self.append(entry)
-
-    def first(self) -> E | None:
-        late = self._late.first()
-        for entry, used in self._recent.items():
-            return late[1] if late is not None and late[0] < used else entry
-        return late[1] if late is not None else None
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._recent or entry in self._late
-
-    def __len__(self) -> int:
-        return len(self._recent) + len(self._late)
-
-
-class _LazyHeap(Generic[E]):
-    """A heap whose removed entries stay in it until they surface, or until they are the majority."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, E]] = []
-        self._live: dict[E, int] = {}  # entry -> the serial number of its valid item
-        self._serial = 0
-
-    def push(self, entry: E, rank: int) -> None:
-        self._serial += 1
-        self._live[entry] = self._serial
-        heapq.heappush(self._heap, (rank, self._serial, entry))
-        self._compact()
-
-    def remove(self, entry: E) -> None:
-        del self._live[entry]
-        self._compact()
-
-    def _compact(self) -> None:
-        if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [item for item in self._heap if self._live.get(item[2]) == item[1]]
-            heapq.heapify(self._heap)
-
-    def first(self) -> tuple[int, E] | None:
-        while self._heap:
-            rank, serial, entry = self._heap[0]
-            if self._live.get(entry) == serial:
-                return rank, entry
-            heapq.heappop(self._heap)
-        return None
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._live
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-
-class Ranked(EvictionOrder[E]):
-    """Lowest rank first."""
-
-    def __init__(self, rank: Callable[[EntryView], int]) -> None:
-        self._rank = rank
-        self._heap = _LazyHeap[E]()
-
-    def add(self, entry: E) -> None:
-        self._heap.push(entry, self._rank(entry))
-
-    def discard(self, entry: E) -> None:
-        self._heap.remove(entry)
-
-    def touch(self, entry: E) -> None:
-        self._heap.push(entry, self._rank(entry))
-
-    def first(self) -> E | None:
-        item = self._heap.first()
-        return item[1] if item is not None else None
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._heap
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-
-class Bucketed(EvictionOrder[E]):
-    """Lowest bucket first, least recently used within it."""
-
-    def __init__(self, bucket: Callable[[EntryView], int]) -> None:
-        self._bucket = bucket
-        self._queues: dict[int, Recency[E]] = {}
-        self._numbers: list[int] = []  # heap of at least the buckets in _queues
-        self._where: dict[E, int] = {}
-
-    def add(self, entry: E) -> None:
-        number = self._where[entry] = self._bucket(entry)
-        queue = self._queues.get(number)
-        if queue is None:
-            queue = self._queues[number] = Recency()
-            heapq.heappush(self._numbers, number)
-        queue.add(entry)
-
-    def discard(self, entry: E) -> None:
-        number = self._where.pop(entry)
-        queue = self._queues[number]
-        queue.discard(entry)
-        if not len(queue):
-            del self._queues[number]
-            if len(self._numbers) > 2 * len(self._queues) + 64:
-                self._numbers = sorted(self._queues)  # a sorted list is a heap
-
-    def touch(self, entry: E) -> None:
-        self.discard(entry)
-        self.add(entry)
-
-    def first(self) -> E | None:
-        while self._numbers:
-            queue = self._queues.get(self._numbers[0])
-            if queue is not None:
-                return queue.first()
-            heapq.heappop(self._numbers)
-        return None
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._where
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
-class Segmented(EvictionOrder[E]):
-    """Segmented LRU (Karedla et al., 1994): a hit promotes to the protected segment.
-
-    After every addition the protected segment holds at most `protected_share` of the entries; what
-    it overflows gets another round at the recent end of the probation segment.
-    """
-
-    def __init__(self, protected_share: float = 0.8) -> None:
-        self._share = protected_share
-        self._probation = Recency[E]()
-        self._protected = Recency[E]()
-
-    def add(self, entry: E) -> None:
-        (self._protected if entry.hits >= _PROMOTING_HITS else self._probation).add(entry)
-        self._balance()
-
-    def discard(self, entry: E) -> None:
-        (self._protected if entry in self._protected else self._probation).discard(entry)
-
-    def touch(self, entry: E) -> None:
-        self.discard(entry)
-        self.add(entry)
-
-    def first(self) -> E | None:
-        return self._probation.first() or self._protected.first()
-
-    def _balance(self) -> None:
-        while len(self._protected) > self._share * len(self):
-            oldest = self._protected.first()
-            if oldest is None:
-                return
-            self._protected.discard(oldest)
-            self._probation.append(oldest)
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._probation or entry in self._protected
-
-    def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
-
-
-_PROMOTING_HITS = 1
-
-EVICTION_POLICIES = ("lru", "lfu", "fifo", "filo", "mru", "slru", "priority")
-
-
-def eviction_order(name: str) -> EvictionOrder[E]:
+from hicache.policies.adaptive import HitDensity
+from hicache.policies.arc import Arc
+from hicache.policies.awaited import QueueAware
+from hicache.policies.base import E, EvictionOrder
+from hicache.policies.basic import Bucketed, Ranked, Recency, Segmented
+from hicache.policies.cost import CostAware
+from hicache.policies.fifo_queues import S3Fifo, Sieve
+from hicache.policies.retained import Retained
+from hicache.policies.tinylfu import WTinyLfu
+from hicache.types import Tier
+
+OrderFactory = Callable[[Tier], EvictionOrder[Any]]
+"""Makes a new order for a tier."""
+
+EVICTION_POLICIES = (
+    "lru",
+    "lfu",
+    "fifo",
+    "filo",
+    "mru",
+    "slru",
+    "priority",
+    "sieve",
+    "s3fifo",
+    "arc",
+    "wtinylfu",
+    "gdsf",
+    "retention",
+    "adaptive",
+)
+"""Those that ship with hicache."""
+
+_factories: dict[str, OrderFactory] = {
+    "lru": lambda tier: Recency(),
+    "slru": lambda tier: Segmented(),
+    "lfu": lambda tier: Bucketed(lambda entry: entry.hits),
+    "priority": lambda tier: Bucketed(lambda entry: entry.priority),
+    "fifo": lambda tier: Ranked(lambda entry: entry.created),
+    "filo": lambda tier: Ranked(lambda entry: -entry.created),
+    "mru": lambda tier: Ranked(lambda entry: -entry.tick),
+    "sieve": lambda tier: Sieve(),
+    "s3fifo": lambda tier: S3Fifo(),
+    "arc": lambda tier: Arc(),
+    "wtinylfu": lambda tier: WTinyLfu(),
+    "gdsf": CostAware,
+    "retention": lambda tier: Retained(),
+    "adaptive": lambda tier: HitDensity(),
+}
+
+
+def register_eviction(name: str, factory: OrderFactory) -> None:
+    """Make a policy known by `name`, for configurations too. Raises ConfigError if the name is taken."""
+    if name in _factories:
+        raise ConfigError(f"eviction {name!r} is registered already, choose another name")
+    _factories[name] = factory
+
+
+def known_evictions() -> list[str]:
+    return list(_factories)
+
+
+def eviction_order(name: str, tier: Tier = Tier.DEVICE, queue_aware: bool = False) -> EvictionOrder[E]:
     """A new order by its configuration name. Raises ConfigError for an unknown one."""
-    factories: dict[str, Callable[[], EvictionOrder[E]]] = {
-        "lru": Recency,
-        "slru": Segmented,
-        "lfu": lambda: Bucketed(lambda entry: entry.hits),
-        "priority": lambda: Bucketed(lambda entry: entry.priority),
-        "fifo": lambda: Ranked(lambda entry: entry.created),
-        "filo": lambda: Ranked(lambda entry: -entry.created),
-        "mru": lambda: Ranked(lambda entry: -entry.tick),
-    }
-    if name not in factories:
-        raise ConfigError(f"eviction {name!r} is not known, use one of {', '.join(EVICTION_POLICIES)}")
-    return factories[name]()
+    factory = _factories.get(name)
+    if factory is None:
+        raise ConfigError(f"eviction {name!r} is not known, use one of {', '.join(_factories)}")
+    return QueueAware(factory(tier), factory(tier)) if queue_aware else factory(tier)

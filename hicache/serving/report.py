@@ -28,8 +28,10 @@ def evidence(model: Model, cache: HiCache, options: SchedulerOptions, seed: int 
     if tiers.host is not None:
         sizes["host"] = tiers.host.pool.num_pages * cache.page_size
         policies["host_write"] = tiers.host.write.mode
+        policies["host_codec"] = tiers.host.pool.format.codec
     if tiers.storage is not None:
         policies["storage_write"] = tiers.storage.write.mode
+        policies["storage_codec"] = tiers.identity.codec
         usage = tiers.storage.engine.usage()
         sizes["storage_bytes"] = usage.budget_bytes if usage is not None else None
     return {

@@ -1,9 +1,11 @@
-"""The model's place in a replay: waits for loads, checks hit pages and writes KV, all on the compute stream."""
+"""The model's place in a replay: a stand-in that waits for loads, checks hit pages and writes KV, on a stream."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -17,8 +19,41 @@ MAX_EXAMPLES = 8
 """Wrong pages that are explained; all are counted."""
 
 
-class Compute:
+@dataclass
+class PageChecks:
+    """What checking hit pages has found so far."""
+
+    checked: int = 0
+    wrong: int = 0
+    poisoned: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+class Compute(Protocol):
     """Runs the chunks of one step at a time: `submit` each, `record`, then `commit` or `discard` the step."""
+
+    @property
+    def checks(self) -> PageChecks: ...
+
+    def submit(self, chunk: Chunk) -> None:
+        """Queue one chunk, after what its request loads."""
+        ...
+
+    def record(self) -> Event:
+        """Complete when the step is computed. Raises TransferError, when asked, if a load failed."""
+        ...
+
+    def commit(self) -> None:
+        """The step has succeeded."""
+        ...
+
+    def discard(self) -> None:
+        """The step has failed: it is to be submitted again."""
+        ...
+
+
+class StandInCompute:
+    """Compute that writes and checks bytes in the pages of `pool`, see StandIn."""
 
     def __init__(self, requests: Requests, pool: PagedPlanes, stream: Stream, standin: StandIn, verify: bool) -> None:
         self._requests = requests
@@ -26,11 +61,8 @@ class Compute:
         self._stream = stream
         self._standin = standin
         self._verify = verify
-        self._checks: list[_HitCheck] = []
-        self.checked_pages = 0
-        self.wrong_pages = 0
-        self.poisoned_pages = 0
-        self.wrong_examples: list[str] = []
+        self._hit_checks: list[_HitCheck] = []
+        self.checks = PageChecks()
 
     def submit(self, chunk: Chunk) -> None:
         """Queue one chunk: layer by layer its hits, if they were not used before, then the KV it computes."""
@@ -48,17 +80,18 @@ class Compute:
 
     def commit(self) -> None:
         """The step has succeeded: count what its checks found."""
-        for check in self._checks:
-            self.checked_pages += len(check.wrong)
-            self.wrong_pages += int(check.wrong.sum())
-            self.poisoned_pages += int(check.poisoned.sum())
-            self.wrong_examples += check.examples[: MAX_EXAMPLES - len(self.wrong_examples)]
-        self._checks.clear()
+        found = self.checks
+        for check in self._hit_checks:
+            found.checked += len(check.wrong)
+            found.wrong += int(check.wrong.sum())
+            found.poisoned += int(check.poisoned.sum())
+            found.examples += check.examples[: MAX_EXAMPLES - len(found.examples)]
+        self._hit_checks.clear()
 
     def discard(self) -> None:
         """The step has failed: make the stream usable again; the step's hits are checked once more."""
         self._stream.clear_error()
-        self._checks.clear()
+        self._hit_checks.clear()
 
     def _submit_hits(self, running: Running, pages: PageIndices) -> None:
         check = _HitCheck(self._standin, self._pool, pages, running)
@@ -69,7 +102,7 @@ class Compute:
             if verify:
                 self._stream.submit(partial(check.layer, layer))
         if verify:
-            self._checks.append(check)
+            self._hit_checks.append(check)
 
 
 class _HitCheck:

@@ -1,86 +1,93 @@
-"""Replays a trace the way a serving scheduler drives the cache, as fast as it goes.
+"""Replays a trace the way a serving scheduler drives the cache.
 
     step:  poll → take in and prefetch → admit → plan chunks → compute → commit, insert → end_step
 
-Compute runs on a stream of its own, and so do the copies: what is checked here is the ordering between them.
+Compute runs on a stream of its own, and so do the copies: what is checked here is the ordering between them. Time
+is the machine's, or a virtual one in which everything takes as long as a model says (`sim.timeline`).
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 
 from hicache.errors import CapacityError, IntegrityError, TransferError
-from hicache.sim.compute import Compute
+from hicache.sim.compute import Compute, PageChecks, StandInCompute
+from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
-from hicache.sim.result import ReplayResult, Tally
+from hicache.sim.result import ReplayResult, RequestTiming, Tally
 from hicache.sim.running import Chunk, Running
 from hicache.sim.standin import StandIn
+from hicache.sim.timeline import RealTime, Timeline
 from hicache.sim.waiting import WaitingQueue
 from hicache.sim.workload import TraceRequest
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, their prompt tokens) whenever a request has finished."""
 
-_IDLE_SECONDS = 0.0002
-_PATIENCE = 50
-"""Idle steps in which copies may still free pages, before a running request is retracted for room."""
+_PATIENCE = 0.01
+"""Seconds in which copies may still free pages, before a running request is retracted for room."""
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Limits of the scheduler, in requests and tokens.
-
-    `window` waiting requests prefetch ahead. A step computes at most `step_tokens`, of one request at most
-    `chunk_tokens` of its prompt or `decode_tokens` of its answer. Without any progress for
-    `stall_seconds` the replay is given up.
-    """
-
-    verify: bool = False
-    max_running: int = 8
-    window: int = 16
-    chunk_tokens: int = 2048
-    step_tokens: int = 8192
-    decode_tokens: int = 16
-    stall_seconds: float = 60.0
-
-
-def _ignore_progress(requests: int, prompt_tokens: int) -> None:
+def ignore_progress(requests: int, prompt_tokens: int) -> None:
     pass
 
 
 class Replay:
-    """One replay of one trace. The calling thread is the scheduler: it alone touches the cache."""
+    """One replay of one trace. The calling thread is the scheduler: it alone touches the cache.
+
+    `compute` is the model's place. Requests stop waiting for their prefetch after `deadline` seconds, None if the
+    cache has none.
+    """
 
     def __init__(
-        self, target: ReplayTarget, poison_byte: int, options: ReplayOptions, progress: Progress = _ignore_progress
+        self,
+        target: ReplayTarget,
+        compute: Compute,
+        timeline: Timeline,
+        options: ReplayOptions,
+        progress: Progress = ignore_progress,
+        deadline: float | None = None,
     ) -> None:
         self._target = target
         self._cache = target.cache
         self._requests = target.requests
         self._options = options
         self._progress = progress
-        standin = StandIn(target.pool.layout, poison_byte)
-        self._compute = Compute(target.requests, target.pool, target.compute, standin, options.verify)
+        self._compute = compute
+        self._timeline = timeline
+        self._deadline = deadline
+        self._timings: list[RequestTiming] = []
+        self._first_tokens: dict[str, float] = {}
         self._running: list[Running] = []
         self._tally = Tally()
         self._starved = False
-        self._idle_steps = 0
+        self._starved_since: float | None = None
         self._last_progress = 0.0
+
+    @classmethod
+    def with_bytes(
+        cls, target: ReplayTarget, poison_byte: int, options: ReplayOptions, progress: Progress = ignore_progress
+    ) -> Replay:
+        """A replay in the machine's time, with a stand-in for the model that writes bytes and checks them."""
+        standin = StandIn(target.pool.layout, poison_byte)
+        compute = StandInCompute(target.requests, target.pool, target.compute, standin, options.verify)
+        return cls(target, compute, RealTime(), options, progress)
 
     def run(self, trace: Iterable[TraceRequest]) -> ReplayResult:
         """Serve all requests, then let everything in flight land and check the cache.
 
         Raises IntegrityError if tokens or pages do not add up, CapacityError if nothing moves any more.
         """
-        queue = WaitingQueue(trace, self._target, self._options.window)
+        queue = WaitingQueue(trace, self._target, self._options.window, self._timeline, self._deadline)
         queue.refill()
         with _frozen_heap():
-            start = self._last_progress = time.perf_counter()
+            start = time.perf_counter()
+            self._last_progress = self._timeline.now()
             while queue or self._running:
                 self._step(queue)
             self._settle()
@@ -92,12 +99,17 @@ class Replay:
         queue.refill()
         if not self._starved:
             self._admit(queue)
-        batch = self._plan()
+        batch = self._plan(self._decode_tokens(queue))
         if not batch:
             self._idle(queue)
         elif self._execute(batch, queue):
-            self._idle_steps = 0
-            self._last_progress = time.perf_counter()
+            self._starved_since = None
+            self._last_progress = self._timeline.now()
+
+    @property
+    def timings(self) -> Sequence[RequestTiming]:
+        """Of each request, in the order in which they finished; seconds of the timeline."""
+        return self._timings
 
     def _admit(self, queue: WaitingQueue) -> None:
         busy = {running.trace.session for running in self._running if running.trace.session is not None}
@@ -107,9 +119,18 @@ class Replay:
             if admission is None:
                 return
             queue.remove(waiting)
-            self._running.append(Running(waiting, admission))
+            self._running.append(Running(waiting, admission, self._timeline.now()))
 
-    def _plan(self) -> list[Chunk]:
+    def _decode_tokens(self, queue: WaitingQueue) -> int:
+        """Tokens of each answer in this step: few while others prefill, one while others only wait to be let in."""
+        mixed = self._options.mixed_decode_tokens
+        if mixed is None:
+            return self._options.decode_tokens
+        if any(running.prefilling for running in self._running):
+            return mixed
+        return 1 if queue.waiting else self._options.decode_tokens
+
+    def _plan(self, decode: int) -> list[Chunk]:
         """Chunks of this step, the oldest request first. Those without room wait."""
         batch: list[Chunk] = []
         budget = self._options.step_tokens
@@ -118,7 +139,7 @@ class Replay:
             if not budget:
                 break
             chunk = min(budget, self._options.chunk_tokens)
-            stop = running.next_stop(chunk, min(budget, self._options.decode_tokens))
+            stop = running.next_stop(chunk, min(budget, decode))
             if self._requests.extend(running.request, stop):
                 batch.append(Chunk(running, stop))
                 budget -= stop - running.done
@@ -152,6 +173,8 @@ class Replay:
         if prefilled or len(answered):  # KV of filler is never committed, so it never enters the tree
             self._requests.commit(request, chunk.stop)
         running.advance(chunk.stop)
+        if prefilled and not running.prefilling:
+            self._first_tokens.setdefault(running.trace.rid, self._timeline.now())
         if running.finished:
             self._finish(running)
         elif prefilled:
@@ -161,6 +184,8 @@ class Replay:
         self._requests.cache_finished_req(running.request)
         self._running.remove(running)
         self._tally.finished(running)
+        first_token = self._first_tokens.pop(running.trace.rid)
+        self._timings.append(RequestTiming.of(running, first_token, self._timeline.now()))
         self._progress(self._tally.requests, self._tally.prompt_tokens)
 
     def _recover(self, error: TransferError, queue: WaitingQueue) -> None:
@@ -179,23 +204,28 @@ class Replay:
         self._requests.retract(running.request)
         self._running.remove(running)
         self._tally.retracted(running)
-        queue.put_back(running.trace)
+        queue.put_back(running.trace, running.arrived)
 
     def _idle(self, queue: WaitingQueue) -> None:
         """Nothing could be computed: wait for copies, and when they do not help make room."""
         self._cache.end_step(None)
-        self._idle_steps += 1
-        if self._starved and len(self._running) > 1 and self._idle_steps >= _PATIENCE:
-            self._retract(self._running[-1], queue)
-            self._idle_steps = 0
+        if self._starved and len(self._running) > 1:
+            now = self._timeline.now()
+            if self._starved_since is None:
+                self._starved_since = now
+                self._timeline.wake(_PATIENCE)
+            elif now - self._starved_since >= _PATIENCE:
+                self._retract(self._running[-1], queue)
+                self._starved_since = None
+                return
         self._check_stall()
-        time.sleep(_IDLE_SECONDS)
+        self._timeline.idle()
 
     def _check_stall(self) -> None:
-        stalled = time.perf_counter() - self._last_progress
-        if stalled > self._options.stall_seconds:
+        if self._timeline.stalled(self._last_progress, self._options.stall_seconds):
+            seconds = self._timeline.now() - self._last_progress
             raise CapacityError(
-                f"nothing moved for {stalled:.0f} s: {len(self._running)} requests run, "
+                f"nothing moved for {seconds:.0f} s: {len(self._running)} requests run, "
                 f"{self._target.allocator.available_size()} device tokens are free, "
                 f"{self._cache.evictable_size()} evictable, {self._cache.protected_size()} protected"
             )
@@ -203,7 +233,7 @@ class Replay:
     def _settle(self) -> None:
         """Let copies land, then account for every page: with no request left, each is free or in the tree."""
         self._cache.end_step(None)
-        if not self._cache.drain(self._options.stall_seconds):
+        if not self._timeline.settle(self._cache, self._options.stall_seconds):
             raise CapacityError(f"copies are still in flight after {self._options.stall_seconds:.0f} s")
         self._cache.check_integrity()
         free, evictable = self._target.allocator.available_size(), self._cache.evictable_size()
@@ -217,6 +247,7 @@ class Replay:
 
     def _result(self, queue: WaitingQueue, seconds: float) -> ReplayResult:
         stats = self._cache.stats()
+        checks: PageChecks = self._compute.checks
         return ReplayResult(
             **asdict(self._tally),
             skipped=tuple(queue.skipped),
@@ -226,10 +257,10 @@ class Replay:
             failures=dict(stats.failures),
             storage_loads=stats.storage_loads,
             storage_stores=stats.storage_stores,
-            checked_pages=self._compute.checked_pages,
-            wrong_pages=self._compute.wrong_pages,
-            poisoned_pages=self._compute.poisoned_pages,
-            wrong_examples=tuple(self._compute.wrong_examples),
+            checked_pages=checks.checked,
+            wrong_pages=checks.wrong,
+            poisoned_pages=checks.poisoned,
+            wrong_examples=tuple(checks.examples),
             seconds=seconds,
         )
 

@@ -44,7 +44,7 @@ def to_json(result: ReplayResult) -> dict[str, Any]:
 
 def to_table(result: ReplayResult, verified: bool) -> RenderableType:
     """Everything a person wants to see of a replay; `verified` says whether hit pages were checked."""
-    parts: list[RenderableType] = [_tokens_table(result), _pages_table(result), _summary(result)]
+    parts: list[RenderableType] = [tokens_table(result), pages_table(result, moved=True), _summary(result)]
     parts.append(_verdict(result) if verified else Text("hit pages were not checked (--verify checks them)", "dim"))
     parts += [Text(line, "red") for line in result.wrong_examples]
     states = {"loads from storage": result.storage_loads, "stores to storage": result.storage_stores}
@@ -53,7 +53,8 @@ def to_table(result: ReplayResult, verified: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _tokens_table(result: ReplayResult) -> Table:
+def tokens_table(result: ReplayResult) -> Table:
+    """Prompt tokens by where their KV came from."""
     table = _table("prompt tokens", "tokens", "share")
     total = max(result.prompt_tokens, 1)
     for tier, tokens in result.hit_tokens.items():
@@ -63,11 +64,13 @@ def _tokens_table(result: ReplayResult) -> Table:
     return table
 
 
-def _pages_table(result: ReplayResult) -> Table:
+def pages_table(result: ReplayResult, moved: bool = False) -> Table:
+    """Pages demoted and dropped, what failed; with `moved` the bytes, too."""
     table = _table("what happened", "amount")
     _add_rows(table, "pages demoted", _edges(result.demoted_pages), _count)
     _add_rows(table, "pages dropped", result.dropped_pages, _count)
-    _add_rows(table, "bytes moved", _edges(result.moved_bytes), format_bytes)
+    if moved:
+        _add_rows(table, "bytes moved", _edges(result.moved_bytes), format_bytes)
     if result.failures:
         _add_rows(table, "failures", result.failures, _count)
     return table

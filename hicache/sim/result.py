@@ -11,6 +11,47 @@ from hicache.types import Tier
 
 
 @dataclass(frozen=True)
+class RequestTiming:
+    """One request: when it arrived, was let in for the last time, gave its first token, and finished, in seconds
+    of the replay's timeline; and its prompt tokens by the tier that had them."""
+
+    rid: str
+    arrived: float
+    admitted: float
+    first_token: float
+    finished: float
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    storage_tokens: int
+
+    @classmethod
+    def of(cls, running: Running, first_token: float, now: float) -> RequestTiming:
+        admission = running.admission
+        return cls(
+            running.trace.rid,
+            running.arrived,
+            running.admitted,
+            first_token,
+            now,
+            running.trace.prompt_len,
+            admission.device_len,
+            admission.host_len,
+            admission.storage_len,
+        )
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, from the arrival on."""
+        return self.first_token - self.arrived
+
+    @property
+    def queued(self) -> float:
+        """Time from the arrival until the request was let in; of a retracted one, for the last time."""
+        return self.admitted - self.arrived
+
+
+@dataclass(frozen=True)
 class ReplayResult:
     """Tokens, pages and bytes of a whole replay; `seconds` of wall clock from first request to drained.
 

@@ -24,7 +24,8 @@ class Chunk:
 class Running:
     """Progress of one admitted request, in tokens with final KV. Changes only when a step has succeeded."""
 
-    def __init__(self, waiting: Waiting, admission: Admission) -> None:
+    def __init__(self, waiting: Waiting, admission: Admission, now: float) -> None:
+        self.arrived, self.admitted = waiting.arrived, now
         self.trace = waiting.trace
         self.request = waiting.request
         self.sequence = waiting.sequence
@@ -35,9 +36,9 @@ class Running:
                 f"request {self.trace.rid}: {self.hit_len} tokens hit of a prompt of {self.trace.prompt_len}; "
                 "at least one must be left to compute"
             )
-        self._hasher = PrefixHasher(self.trace.namespace)
-        self.hit_hashes: Hashes = self._hasher.extend(self.sequence[: self.hit_len])
-        self._ahead = self._hasher
+        self._hasher: PrefixHasher | None = None  # made when hashes are asked for: a replay without bytes never does
+        self._hit_hashes: Hashes = np.empty(0, np.uint64)
+        self._ahead: PrefixHasher | None = None
         self.hits_ready = False
         self.computed = 0
 
@@ -55,10 +56,22 @@ class Running:
             return min(self.done + prefill_tokens, self.trace.prompt_len)
         return min(self.done + decode_tokens, len(self.sequence))
 
+    @property
+    def hit_hashes(self) -> Hashes:
+        """Hashes of the tokens that were hit, until the first step has succeeded."""
+        self._hashed_hits()
+        return self._hit_hashes
+
     def hashes(self, stop: int) -> Hashes:
         """Hashes of the tokens from `done` up to `stop`; they count once `advance` says so."""
-        self._ahead = self._hasher.fork()
+        self._ahead = self._hashed_hits().fork()
         return self._ahead.extend(self.sequence[self.done : stop])
+
+    def _hashed_hits(self) -> PrefixHasher:
+        if self._hasher is None:
+            self._hasher = PrefixHasher(self.trace.namespace)
+            self._hit_hashes = self._hasher.extend(self.sequence[: self.hit_len])
+        return self._hasher
 
     def answered(self, stop: int) -> TokenArray:
         """The known answer's tokens that a step up to `stop` adds; empty during prefill and for filler."""
@@ -72,7 +85,7 @@ class Running:
         self.computed += stop - self.done
         self.done = stop
         self.hits_ready = True
-        self.hit_hashes = self.hit_hashes[:0]
+        self._hit_hashes = self._hit_hashes[:0]
 
     def load_failed(self) -> bool:
         """True if a load this request waits for has failed."""

@@ -8,11 +8,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from hicache.kernels.base import Bytes2D, PageCopier, PageCopy, check_pools
+from hicache.kernels.base import Bytes2D, PageCopier, PageCopy, check_same_shape
 from hicache.kernels.cuda_bounce import BouncingCopier
 from hicache.kernels.cuda_copier import CudaCopier
 from hicache.kernels.cuda_paths import PathName
 from hicache.kernels.cuda_planes import CudaPlanes
+from hicache.layout import HostFormat
 from hicache.streams import Stream, create_stream
 from hicache.testing.kernels import Bind
 from hicache.types import PageIndices
@@ -20,15 +21,15 @@ from hicache.types import PageIndices
 AnyPath = PathName | Literal["auto", "unpinned"]
 
 
-def on_gpu(path: AnyPath) -> Bind:
-    """A `Bind` by way of copies of both pools on the machine's first GPU."""
+def on_gpu(path: AnyPath, form: HostFormat | None = None) -> Bind:
+    """A `Bind` by way of copies of both pools on the machine's first GPU. `form`: of quantised host pages."""
 
     def bind(planes: Sequence[Bytes2D], host: Bytes2D) -> tuple[PageCopier, Callable[[], None]]:
-        check_pools(planes, host)
+        check_same_shape(planes)
         tensors = [torch.from_numpy(np.ascontiguousarray(plane)).to("cuda:0") for plane in planes]
         pinned = _pinned(host)
         stream = create_stream("cuda:0", "conformance")
-        copier = _copier(path, CudaPlanes(tensors), pinned)
+        copier = _copier(path, CudaPlanes(tensors), pinned, form)
         if path == "auto":
             pinned[:] = host  # it has measured with these pages
 
@@ -50,8 +51,8 @@ def _pinned(host: Bytes2D) -> Bytes2D:
     return pages
 
 
-def _copier(path: AnyPath, planes: CudaPlanes, host: Bytes2D) -> PageCopier:
-    return BouncingCopier(planes, host) if path == "unpinned" else CudaCopier(planes, host, path)
+def _copier(path: AnyPath, planes: CudaPlanes, host: Bytes2D, form: HostFormat | None) -> PageCopier:
+    return BouncingCopier(planes, host, form) if path == "unpinned" else CudaCopier(planes, host, path, form)
 
 
 class _OnStream:

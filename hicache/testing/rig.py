@@ -104,7 +104,7 @@ class Rig:
         self.engine: StorageEngine | None = None
         if options.host_pages:
             host = HostPool(self.layout, options.host_pages)
-            copies = CopyEngine(self.layout, bind(pool.planes, host.array), self.d2h, self.h2d)
+            copies = CopyEngine(host.format, bind(pool.planes, host.array), self.d2h, self.h2d)
             self.tiers.host = HostTier(host, copies, options.host_write)
         if options.storage_pages:
             self.backend = FlakyBackend(self.tiers.identity, options.storage_pages * self.layout.page_stride)

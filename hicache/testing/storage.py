@@ -11,10 +11,13 @@ from typing import TypeAlias
 
 from hicache.errors import HiCacheError, ProtocolError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
-from hicache.layout import KVLayout
-from hicache.storage_backends.base import PageRun, StorageBackend
+from hicache.layout import HostFormat, KVLayout
+from hicache.storage_backends.base import PageRun, StorageBackend, kept_format
 
 OpenBackend: TypeAlias = Callable[[], StorageBackend]
+
+Pages: TypeAlias = KVLayout | HostFormat
+"""What says how long a page is."""
 
 IDENTITY = StoreIdentity(KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, page_size=8), model="conformance")
 """Pages of 4 KiB."""
@@ -25,7 +28,7 @@ def chain(name: str, length: int) -> list[bytes]:
     return [sha256(f"{name}/{number}".encode()).digest() for number in range(length)]
 
 
-def blank_pages(layout: KVLayout, count: int) -> list[memoryview]:
+def blank_pages(layout: Pages, count: int) -> list[memoryview]:
     """Aligned and padded host pages."""
     if not count:
         return []
@@ -33,23 +36,23 @@ def blank_pages(layout: KVLayout, count: int) -> list[memoryview]:
     return [view[start : start + layout.page_stride] for start in range(0, view.nbytes, layout.page_stride)]
 
 
-def content(layout: KVLayout, key: bytes) -> bytes:
+def content(layout: Pages, key: bytes) -> bytes:
     """The bytes that the suite stores under a key: no two keys have the same."""
     return (key * (layout.page_bytes // len(key) + 1))[: layout.page_bytes]
 
 
-def filled_pages(layout: KVLayout, keys: Sequence[bytes]) -> list[memoryview]:
+def filled_pages(layout: Pages, keys: Sequence[bytes]) -> list[memoryview]:
     pages = blank_pages(layout, len(keys))
     for page, key in zip(pages, keys):
         page[: layout.page_bytes] = content(layout, key)
     return pages
 
 
-def run_of(layout: KVLayout, keys: Sequence[bytes], parent: bytes | None = None) -> PageRun:
+def run_of(layout: Pages, keys: Sequence[bytes], parent: bytes | None = None) -> PageRun:
     return PageRun(keys, filled_pages(layout, keys), parent)
 
 
-def read_checked(backend: StorageBackend, layout: KVLayout, keys: Sequence[bytes]) -> int:
+def read_checked(backend: StorageBackend, layout: Pages, keys: Sequence[bytes]) -> int:
     """Read leading pages and compare every byte of those that count as read."""
     pages = blank_pages(layout, len(keys))
     count = backend.read_into(keys, pages)
@@ -71,15 +74,17 @@ class StorageConformance:
 
         backend_factory() -> StorageBackend     opens the same store, empty at first, each time
 
-    for `identity`, with a budget of at most 1000 pages. `persistent`: pages outlive `close`.
+    for `identity`, with a budget of at most 1000 pages. `persistent`: pages outlive `close`. `encoded`: pages come as
+    a host tier with the codec of the identity has them.
     """
 
     identity = IDENTITY
     persistent = False
+    encoded = False
 
     @property
-    def layout(self) -> KVLayout:
-        return self.identity.layout
+    def layout(self) -> Pages:
+        return kept_format(self.identity) if self.encoded else self.identity.layout
 
     def damage(self, backend: StorageBackend, key: bytes) -> None:
         """Change a byte of a stored page behind the backend's back."""

@@ -11,7 +11,8 @@ from hicache.errors import ProtocolError
 from hicache.host_pool.pool import HostPool
 from hicache.kernels.base import PageCopier
 from hicache.kernels.dispatch import bind
-from hicache.layout import KVLayout
+from hicache.layout import HostFormat
+from hicache.storage_backends.codecs import create_quantiser
 from hicache.streams import create_stream
 from hicache.streams.base import Event, Stream
 from hicache.transfer.tickets import CopyTicket, LoadTicket
@@ -30,8 +31,10 @@ class CopyEngine:
     `recover`; tickets handed out before it never turn good.
     """
 
-    def __init__(self, layout: KVLayout, copier: PageCopier, d2h: Stream, h2d: Stream) -> None:
-        self._layout = layout
+    def __init__(self, form: HostFormat, copier: PageCopier, d2h: Stream, h2d: Stream) -> None:
+        """`form`: of the pages in host memory."""
+        self._layout = form.layout
+        self._page_bytes = form.page_bytes  # that a copy takes to the host or from there
         self._copier: PageCopier | None = copier
         self._d2h = d2h
         self._h2d = h2d
@@ -45,9 +48,11 @@ class CopyEngine:
         missing.
         """
         check_layouts(device_pool, host_pool)
+        form = host_pool.format
         device = device_pool.device if host_pool.pinned else "cpu"
-        copier = bind(device_pool.planes, host_pool.array, host_pool.pinned)
-        return cls(device_pool.layout, copier, create_stream(device, "d2h"), create_stream(device, "h2d", priority=-1))
+        quantiser = create_quantiser(form.codec, form.layout) if form.quantised else None
+        copier = bind(device_pool.planes, host_pool.array, host_pool.pinned, quantiser)
+        return cls(form, copier, create_stream(device, "d2h"), create_stream(device, "h2d", priority=-1))
 
     def backup(self, device_pages: PageIndices, host_pages: PageIndices, after: Event | None = None) -> CopyTicket:
         """Copy device pages to host pages, as one piece of work; starts when `after` is complete."""
@@ -55,7 +60,7 @@ class CopyEngine:
         if after is not None:
             self._d2h.wait(after)
         self._d2h.submit(copy.gather)
-        return CopyTicket(self._d2h.record(), len(host_pages) * self._layout.page_bytes)
+        return CopyTicket(self._d2h.record(), len(host_pages) * self._page_bytes)
 
     def load_back(self, host_pages: PageIndices, device_pages: PageIndices, after: Event | None = None) -> LoadTicket:
         """Copy host pages to device pages, layer by layer; starts when `after` is complete."""
@@ -64,7 +69,7 @@ class CopyEngine:
             self._h2d.wait(after)
         width = self._layout.planes_per_layer
         layers = [partial(copy.scatter, layer * width, width) for layer in range(self._layout.num_layers)]
-        return LoadTicket(self._h2d.submit_all(layers), len(host_pages) * self._layout.page_bytes)
+        return LoadTicket(self._h2d.submit_all(layers), len(host_pages) * self._page_bytes)
 
     def wrap_copier(self, wrap: Callable[[PageCopier], AnyCopier]) -> AnyCopier:
         """Let copies from now on go through what `wrap` makes of the copier in use: to inject faults, to count."""
@@ -90,5 +95,5 @@ class CopyEngine:
 
 def check_layouts(device_pool: DevicePool, host_pool: HostPool) -> None:
     """Raise ProtocolError if the pools' pages are of different layouts."""
-    if device_pool.layout != host_pool.layout:
+    if device_pool.layout != host_pool.format.layout:
         raise ProtocolError("the device pool and the host pool have different layouts")

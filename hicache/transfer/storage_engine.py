@@ -34,6 +34,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class BackendCall:
+    """A call of the backend that the engine counts as under way. Calling this makes it, and must happen once."""
+
+    ticket: Ticket
+    make: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.make()
+
+
+@dataclass(frozen=True)
 class EngineLimits:
     """Bounds in bytes and seconds: of the store queue, and of one backend call.
 
@@ -81,6 +92,11 @@ class StorageEngine:
     def lookup(self, parent: bytes, tokens: bytes) -> LookupTicket | None:
         """Ask which leading pages are stored; None if too many loads wait already, or loads are stopped."""
         ticket = LookupTicket(parent=parent, tokens=tokens, page_size=self.page_size)
+        return ticket if self._submit(self._loads, ticket) else None
+
+    def find(self, keys: Sequence[bytes]) -> LookupTicket | None:
+        """As `lookup`, for pages whose names are known."""
+        ticket = LookupTicket(keys=list(keys))
         return ticket if self._submit(self._loads, ticket) else None
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> ReadTicket | None:
@@ -166,7 +182,7 @@ class StorageEngine:
     @property
     def _hung(self) -> bool:
         with self._changed:
-            return self._overdue > 0
+            return self.overdue > 0
 
     @property
     def queued_bytes(self) -> int:
@@ -232,18 +248,19 @@ class StorageEngine:
                     return
             self.run_next()
             with self._changed:
-                if len(self._threads) > self._workers + self._overdue:  # who hung is back
+                if len(self._threads) > self._workers + self.overdue:  # who hung is back
                     self._threads.remove(threading.current_thread())
                     self._changed.notify_all()
                     return
 
     @property
-    def _overdue(self) -> int:
+    def overdue(self) -> int:
+        """Calls that run for longer than they should: whoever makes one is stuck in it."""
         return self._loads.overdue + self._stores.overdue
 
     def _replace_hung(self) -> None:
         """Start a worker for each that hangs in a call, so that the other lane, and trials, go on."""
-        wanted = min(self._workers + self._overdue, MAX_WORKERS) if self._workers and not self._closed else 0
+        wanted = min(self._workers + self.overdue, MAX_WORKERS) if self._workers and not self._closed else 0
         while len(self._threads) < wanted:
             self._add_worker()
 
@@ -259,7 +276,7 @@ class StorageEngine:
             call()
         return call is not None
 
-    def begin_next(self) -> Callable[[], None] | None:
+    def begin_next(self) -> BackendCall | None:
         """The next backend call, begun as the engine sees it, to be made by the caller; None if there is none."""
         with self._changed:
             self._changed.notify_all()
@@ -267,7 +284,7 @@ class StorageEngine:
                 lane.watch()
                 call = lane.next()
                 if call is not None:
-                    return partial(self._make, lane, call)
+                    return BackendCall(call.ticket, partial(self._make, lane, call))
         return None
 
     def _make(self, lane: Lane, call: Call) -> None:

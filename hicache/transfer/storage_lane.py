@@ -104,6 +104,7 @@ class Lane:
         """A call returned or raised. A ticket that needs more calls waits for its next turn."""
         self._calls.remove(call)
         ticket = call.ticket
+        ticket.busy += self._clock() - call.began
         if ticket.kind == "clear":
             self._settle(ticket, error)
             return

@@ -22,7 +22,7 @@ class Ticket:
     """One request to the engine. `error` is set if the backend raised, or if it was not asked at all.
 
     Set `cancelled` to end it early: what waits is not begun, a read ends after its batch. `overdue` says that
-    a backend call for it has been running for longer than its deadline.
+    a backend call for it has been running for longer than its deadline. `busy`: seconds that calls for it took.
     """
 
     kind: ClassVar[str]
@@ -31,6 +31,7 @@ class Ticket:
     cancelled: bool = False
     overdue: bool = False
     queued_at: float = 0.0
+    busy: float = 0.0
     nbytes: int = 0
 
     @property
@@ -44,7 +45,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class LookupTicket(Ticket):
-    """Which leading pages of `tokens` (int32 bytes, after the page named `parent`) are stored."""
+    """Which leading pages are stored: those in `keys`, or of `tokens` (int32 bytes, after the page named `parent`)."""
 
     kind = "lookup"
     parent: bytes = b""
@@ -54,7 +55,7 @@ class LookupTicket(Ticket):
     hits: int = 0
 
     def call(self, backend: StorageBackend) -> bool:
-        self.keys = page_digests(self.parent, self.tokens, self.page_size)
+        self.keys = self.keys or page_digests(self.parent, self.tokens, self.page_size)
         self.hits = backend.contains_prefix(self.keys)
         return True
 

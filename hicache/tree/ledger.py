@@ -19,9 +19,11 @@ counted as. Nothing else writes the counters or the eviction orders.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
-from hicache.policies.eviction import EvictionOrder, eviction_order
+from hicache.policies.base import EvictionOrder, Remembered
+from hicache.policies.eviction import eviction_order
 from hicache.tree.node import Node
 from hicache.tree.plans import page_count
 from hicache.tree.residency import ABSENT, RESIDENT
@@ -40,20 +42,22 @@ class Share(IntEnum):
 _HOST_SHIFT = 2
 _IN_DEVICE, _IN_MIRRORS, _IN_HOST_LEAVES = 16, 32, 64
 IN_AN_ORDER = _IN_DEVICE | _IN_MIRRORS | _IN_HOST_LEAVES
+_OF_TIER = {Tier.DEVICE: _IN_DEVICE, Tier.HOST: _IN_MIRRORS | _IN_HOST_LEAVES}
 
 
 class Ledger:
     """Counters and eviction orders of one tree."""
 
-    def __init__(self, device_eviction: str, host_eviction: str) -> None:
-        self.device: EvictionOrder[Node] = eviction_order(device_eviction)
-        self.mirrors: EvictionOrder[Node] = eviction_order(host_eviction)
-        self.host_leaves: EvictionOrder[Node] = eviction_order(host_eviction)
-        self._pages = {Tier.DEVICE: [0, 0, 0, 0], Tier.HOST: [0, 0, 0, 0]}
+    def __init__(self, device_eviction: str, host_eviction: str, queue_aware: Collection[Tier] = ()) -> None:
+        on_device, on_host = Tier.DEVICE in queue_aware, Tier.HOST in queue_aware
+        self.device: EvictionOrder[Node] = eviction_order(device_eviction, Tier.DEVICE, on_device)
+        self.mirrors: EvictionOrder[Node] = eviction_order(host_eviction, Tier.HOST, on_host)
+        self.host_leaves: EvictionOrder[Node] = eviction_order(host_eviction, Tier.HOST, on_host)
+        self._device_pages, self._host_pages = [0, 0, 0, 0], [0, 0, 0, 0]  # by share
         self.orders = ((_IN_DEVICE, self.device), (_IN_MIRRORS, self.mirrors), (_IN_HOST_LEAVES, self.host_leaves))
 
     def pages(self, tier: Tier, share: Share) -> int:
-        return self._pages[tier][share]
+        return (self._device_pages if tier is Tier.DEVICE else self._host_pages)[share]
 
     def refresh(self, node: Node) -> None:
         now = classify(node)
@@ -65,6 +69,26 @@ class Ledger:
         if node.listed:
             self._move(node, 0)
 
+    def entered(self, node: Node, tier: Tier) -> Sequence[Remembered]:
+        """`node` is about to get a copy on `tier`; returns what the tier remembers of its content."""
+        if tier is Tier.DEVICE:
+            return self.device.entered(node)
+        self.mirrors.entered(node)
+        return self.host_leaves.entered(node)
+
+    def dropped(self, node: Node, tier: Tier) -> None:
+        """`node` has just lost its copy on `tier`; its pages are still listed."""
+        for flag, order in self.orders:
+            if node.listed & flag & _OF_TIER[tier]:
+                order.evicted(node)
+                node.listed &= ~flag
+        self.refresh(node)
+
+    def advance(self, now: float) -> None:
+        """The clock shows `now`, in seconds."""
+        for _, order in self.orders:
+            order.advance(now)
+
     def touch(self, node: Node) -> None:
         for flag, order in self.orders:
             if node.listed & flag:
@@ -73,7 +97,7 @@ class Ledger:
     def _move(self, node: Node, now: int) -> None:
         was, node.listed = node.listed, now
         count = page_count(node)
-        device, host = self._pages[Tier.DEVICE], self._pages[Tier.HOST]
+        device, host = self._device_pages, self._host_pages
         device[was & 3] -= count
         device[now & 3] += count
         host[was >> _HOST_SHIFT & 3] -= count

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hicache.tree.residency import Residency
+from hicache.policies.retention import Retention
+from hicache.tree.residency import RESIDENT, Residency
 from hicache.types import PageIndices
 
 
@@ -17,6 +18,7 @@ class Node:
 
     __slots__ = (
         "alive",
+        "awaited",
         "children",
         "created",
         "device_children",
@@ -31,12 +33,15 @@ class Node:
         "parent",
         "priority",
         "residency",
+        "retention",
+        "start",
         "tick",
     )
 
-    def __init__(self, parent: Node | None, key: bytes, tick: int) -> None:
+    def __init__(self, parent: Node | None, key: bytes, tick: int, start: int = 0) -> None:
         self.parent = parent
         self.key = key
+        self.start = start  # tokens before it
         self.children: dict[bytes, Node] | None = None
         self.device_children = 0  # children with a copy on the device, arriving or there
         self.device_pages: PageIndices | None = None
@@ -48,9 +53,17 @@ class Node:
         self.created = tick
         self.hits = 0
         self.priority = 0
+        self.awaited = 0  # requests that wait and will hit it
+        self.retention: Retention | None = None
         self.from_storage = False  # its host copy came from storage and has not been counted as a hit yet
         self.listed = 0  # what the ledger counted it as, see tree.ledger
         self.alive = True
+
+    @property
+    def lowest(self) -> int:
+        """The lowest tier with a copy that is readable; the device if none is."""
+        states = self.residency.states
+        return 2 if states[2] is RESIDENT else int(states[1] is RESIDENT)
 
     @property
     def is_root(self) -> bool:

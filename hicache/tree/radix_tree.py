@@ -6,12 +6,13 @@ node is compared by one memcmp without copying; only a partial match looks for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from hicache.errors import ProtocolError
 from hicache.hashing import DIGEST_BYTES, page_digests
+from hicache.policies.base import Remembered
 from hicache.tree.ledger import IN_AN_ORDER, Ledger
 from hicache.tree.node import Node
 from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
@@ -25,10 +26,17 @@ class RadixTree:
     The tree never allocates or frees a page: callers hand pages in, and get back what is no longer needed.
     """
 
-    def __init__(self, page_size: int, device_eviction: str = "lru", host_eviction: str = "lru") -> None:
+    def __init__(
+        self,
+        page_size: int,
+        device_eviction: str = "lru",
+        host_eviction: str = "lru",
+        queue_aware: Collection[Tier] = (),
+    ) -> None:
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
-        self.ledger = Ledger(device_eviction, host_eviction)
+        self.queue_aware = frozenset(queue_aware)
+        self.ledger = Ledger(device_eviction, host_eviction, queue_aware)
         self._roots: dict[bytes, Node] = {}
         self._fills: dict[Node, list[Fill]] = {}
         self._tick = 0
@@ -140,6 +148,7 @@ class RadixTree:
             else:
                 if at < owned_from:
                     raise ProtocolError(f"page {at} was said to be the tree's, but it has left the device")
+                self.ledger.entered(node, Tier.DEVICE)
                 self._adopt_device(node, pages[at:upto].copy())
                 adopted.append(node)
             if priority > node.priority:
@@ -147,12 +156,16 @@ class RadixTree:
             at = upto
         end = len(key.data) // page_bytes * page_bytes
         if matched < end:
-            leaf = self._add_child(path[-1] if path else root, key.data[matched:end])
+            leaf = self._add_child(path[-1] if path else root, key.data[matched:end], matched)
             leaf.priority = priority
             at = end // page_bytes
+            recalled = self.ledger.entered(leaf, Tier.DEVICE)
+            if recalled and sum(part.size for part in recalled) >= len(leaf.key):
+                leaf.hits = recalled[-1].hits
             self._adopt_device(leaf, pages[matched // page_bytes : at].copy())
-            path.append(leaf)
-            adopted.append(leaf)
+            new = self._cut_known(leaf, recalled) if recalled else [leaf]
+            path += new
+            adopted += new
         return self._inserted(root, path, at, spare, adopted)
 
     def _head(self, path: list[Node], num_pages: int) -> list[Node]:
@@ -201,18 +214,31 @@ class RadixTree:
                     spare.append(mine)
             at = upto
         if matched < len(data):
-            leaf = self._add_child(path[-1] if path else root, data[matched:])
+            leaf = self._add_child(path[-1] if path else root, data[matched:], matched)
             self._adopt_host(leaf, host_pages[matched // self.page_bytes - first_page :].copy())
             leaf.from_storage = True
         self._prune_root(root)
         return np.concatenate(spare) if spare else no_pages()
 
-    def _add_child(self, parent: Node, key: bytes) -> Node:
-        node = Node(parent, key, self._tick)
+    def _add_child(self, parent: Node, key: bytes, offset: int) -> Node:
+        node = Node(parent, key, self._tick, offset // TOKEN_BYTES)
         if parent.children is None:
             parent.children = {}
         parent.children[key[: self.page_bytes]] = node
         return node
+
+    def _cut_known(self, leaf: Node, known: Sequence[Remembered]) -> list[Node]:
+        """Cut a new leaf where what is remembered of its content changes; the hits of each part go on from there."""
+        nodes, size = list[Node](), 0
+        for index, (more, hits) in enumerate(known):
+            size += more
+            if index + 1 < len(known) and known[index + 1].hits == hits:
+                continue
+            if 0 < size < len(leaf.key):
+                nodes.append(self.split(leaf, size // self.page_bytes))
+                nodes[-1].hits = hits
+            size = 0
+        return [*nodes, leaf]
 
     def _adopt_device(self, node: Node, pages: PageIndices) -> None:
         parent = _parent(node)
@@ -224,6 +250,7 @@ class RadixTree:
             self.ledger.refresh(parent)
 
     def _adopt_host(self, node: Node, pages: PageIndices) -> None:
+        self.ledger.entered(node, Tier.HOST)
         node.host_pages = pages
         node.residency.adopt(Tier.HOST)
         if node.residency[Tier.STORAGE] is ABSENT:
@@ -277,12 +304,14 @@ class RadixTree:
             raise ProtocolError(f"a node of {len(node.key) // self.page_bytes} pages cannot be cut at {num_pages}")
         self.ledger.forget(node)
         parent = _parent(node)
-        upper = Node(parent, node.key[:cut], node.tick)
+        upper = Node(parent, node.key[:cut], node.tick, node.start)
         upper.created, upper.hits, upper.priority = node.created, node.hits, node.priority
         upper.lock_ref, upper.from_storage = node.lock_ref, node.from_storage
+        upper.awaited, upper.retention = node.awaited, node.retention
         upper.residency = node.residency.split()
         _assert_children(parent)[upper.key[: self.page_bytes]] = upper
         node.key, node.parent = node.key[cut:], upper
+        node.start += cut // TOKEN_BYTES
         upper.children = {node.key[: self.page_bytes]: node}
         upper.device_children = int(node.residency.states[0] is not ABSENT)
         upper.device_pages, node.device_pages = _cut(node.device_pages, num_pages)
@@ -310,6 +339,8 @@ class RadixTree:
             and upper.tick == lower.tick
             and upper.lock_ref == lower.lock_ref  # so no receipt ends at the upper one
             and upper.priority == lower.priority
+            and upper.awaited == lower.awaited  # so no waiting request's match ends at the upper one
+            and upper.retention == lower.retention
             and upper.from_storage == lower.from_storage
             and upper.residency.is_settled_like(lower.residency)
         )
@@ -321,7 +352,7 @@ class RadixTree:
         parent = _parent(upper)
         _assert_children(parent)[upper.key[: self.page_bytes]] = lower
         upper.alive = False
-        lower.parent, lower.key = parent, upper.key + lower.key
+        lower.parent, lower.key, lower.start = parent, upper.key + lower.key, upper.start
         lower.device_pages = _glued(upper.device_pages, lower.device_pages)
         lower.host_pages = _glued(upper.host_pages, lower.host_pages)
         both = upper.digests is not None and lower.digests is not None
@@ -343,6 +374,7 @@ class RadixTree:
             else:
                 node.residency.begin_fill(tier)
                 if tier is Tier.HOST:
+                    self.ledger.entered(node, tier)
                     node.host_pages = pages[at:upto].copy()
             self._fills.setdefault(node, []).append(fill)
             self.ledger.refresh(node)
@@ -354,6 +386,7 @@ class RadixTree:
         if not parent.is_root and parent.residency[Tier.DEVICE] is ABSENT:
             raise ProtocolError("a page cannot be loaded before its ancestors")
         node.residency.begin_fill(Tier.DEVICE)
+        self.ledger.entered(node, Tier.DEVICE)
         node.device_pages = pages
         parent.device_children += 1
         self._refresh_parent(node)
@@ -438,7 +471,7 @@ class RadixTree:
         if node.lock_ref or node.device_children or (node.children and not node.residency.on_host):
             raise ProtocolError("a device copy that others need cannot be dropped")
         node.residency.drop(Tier.DEVICE)
-        self.ledger.forget(node)
+        self.ledger.dropped(node, Tier.DEVICE)
         pages, node.device_pages = node.device_pages, None
         _parent(node).device_children -= 1
         self._settle(node)
@@ -449,7 +482,7 @@ class RadixTree:
         if not node.residency.on_device and (node.children or node.lock_ref):
             raise ProtocolError("a host copy that others need cannot be dropped")
         node.residency.drop(Tier.HOST)
-        self.ledger.forget(node)
+        self.ledger.dropped(node, Tier.HOST)
         pages, node.host_pages = node.host_pages, None
         self._settle(node)
         return no_pages() if pages is None else pages

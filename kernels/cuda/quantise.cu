@@ -2,8 +2,6 @@
 //
 // A host page is what the disk tier's codec of the same name encodes, bit for bit:
 //     | scales: float32 of each plane | codes from CODES_OFFSET: one byte a value, planes one after the other |
-// Only where a codec leaves it to its CPU whether a zero is -0 (a plane of zeros in a page with NaN or inf) does this
-// keep the sign that was there.
 // A device page of plane p begins at planes[p] + device_pages[i] * PLANE_BYTES, a host page at
 // host + host_pages[i] * PAGE_STRIDE; planes[0] is plane number first_plane of the host page.
 //

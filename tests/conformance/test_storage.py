@@ -21,6 +21,9 @@ from hicache.testing.storage import IDENTITY, OpenBackend, StorageConformance
 PADDED = StoreIdentity(KVLayout(num_layers=3, num_kv_heads=1, head_dim=64, page_size=4), model="padded")
 """Pages of 3 KiB in slots of 4 KiB."""
 
+QUANTISED = StoreIdentity(KVLayout(2, 1, 128, 8), model="quantised", codec="fp8")
+"""Pages of 8 KiB, which a host tier of this codec has as 16 bytes of scales and 4 KiB of codes."""
+
 LMDB_BUDGET = 4 << 20
 MEMORY_BUDGET = 3 << 20
 
@@ -39,6 +42,11 @@ class TestMemory(MemoryConformance):
     pass
 
 
+class TestMemoryQuantisedHost(MemoryConformance):
+    identity = QUANTISED
+    encoded = True
+
+
 class LmdbConformance(StorageConformance):
     persistent = True
     values: ValuesMode = "slab"
@@ -50,7 +58,8 @@ class LmdbConformance(StorageConformance):
 
         def factory() -> StorageBackend:
             path = tmp_path / "store"
-            opened.append(LmdbBackend(path, self.identity, LMDB_BUDGET, self.values, "none", self.eviction))
+            options = (self.values, "none", self.eviction)
+            opened.append(LmdbBackend(path, self.identity, LMDB_BUDGET, *options, encoded=self.encoded))
             return opened[-1]
 
         yield factory
@@ -86,6 +95,17 @@ class TestLmdbSlabCompressed(LmdbConformance):
 class TestLmdbInlineCompressed(LmdbConformance):
     identity = replace(IDENTITY, codec="zstd")
     values: ValuesMode = "inline"
+
+
+class TestLmdbSlabQuantisedHost(LmdbConformance):
+    identity = QUANTISED
+    encoded = True
+
+
+class TestLmdbInlineQuantisedHost(LmdbConformance):
+    identity = QUANTISED
+    values: ValuesMode = "inline"
+    encoded = True
 
 
 class TestLmdbSlabSlru(LmdbConformance):

@@ -13,14 +13,13 @@ from hicache.device_pool import DevicePool
 from hicache.errors import TransferError
 from hicache.host_pool.pool import HostPool
 from hicache.kernels.base import PageCopier, PageCopy
+from hicache.kernels.cuda_copier import CudaCopier
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.layout import KVLayout
 from hicache.serving.faults import FaultyCopier
 from hicache.streams import create_stream, record_compute
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.types import PageIndices
-
-CudaCopier = pytest.importorskip("hicache.kernels.cuda_copier", reason="it needs CuPy", exc_type=ImportError).CudaCopier
 
 LAYOUT = KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, page_size=16)
 """32 KiB a plane, 512 KiB a page."""

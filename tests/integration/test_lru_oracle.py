@@ -16,7 +16,8 @@ from hicache.build import build_cache, build_requests
 from hicache.config import parse_config
 from hicache.host_pool.pool import POISON_BYTE
 from hicache.requests import Request
-from hicache.sim.driver import Replay, ReplayOptions
+from hicache.sim.driver import Replay
+from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
 from hicache.sim.traces import read_trace
 from hicache.sim.workload import BlockPrompt, TraceRequest, private_token
@@ -73,7 +74,7 @@ def replay_hit_tokens(requests: Iterable[TraceRequest], capacity: int, block: in
     )
     options = ReplayOptions(max_running=1, window=1, chunk_tokens=1 << 20, step_tokens=1 << 20, decode_tokens=1 << 20)
     try:
-        result = Replay(target, POISON_BYTE, options).run(requests)
+        result = Replay.with_bytes(target, POISON_BYTE, options).run(requests)
     finally:
         compute.close()
         cache.close()

@@ -36,7 +36,8 @@ from hicache.host_pool.pool import POISON_BYTE, HostPool
 from hicache.layout import KVLayout
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Request, RequestManager
-from hicache.sim.driver import Replay, ReplayOptions
+from hicache.sim.driver import Replay
+from hicache.sim.options import ReplayOptions
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.ports import ReplayTarget
 from hicache.sim.result import ReplayResult
@@ -189,7 +190,7 @@ class Scene:
             DEVICE_PAGES * LAYOUT.page_size,
         )  # fmt: skip
         try:
-            result = Replay(target, POISON_BYTE, OPTIONS, progress).run(trace)
+            result = Replay.with_bytes(target, POISON_BYTE, OPTIONS, progress).run(trace)
             failures = dict(self.cache.stats().failures)
         finally:
             compute.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.layout import DTYPE_BYTES, HOST_ALIGNMENT, MAX_PAGE_SIZE, KVLayout, LayoutKind, round_up
+from hicache.layout import DTYPE_BYTES, HOST_ALIGNMENT, MAX_PAGE_SIZE, HostFormat, KVLayout, LayoutKind, round_up
 
 
 def test_an_mha_layout_has_two_planes_per_layer() -> None:
@@ -64,3 +64,29 @@ def test_sizes_are_at_least_one(index: int, value: int) -> None:
 def test_other_wrong_layouts_are_named(heads: int, page_size: int, dtype: str, kind: LayoutKind, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KVLayout(1, heads, 4, page_size, dtype, kind)
+
+
+def test_host_pages_are_those_of_the_device_unless_they_are_quantised() -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=576, page_size=1, dtype="bfloat16", kind="mla")
+    form = HostFormat(layout)
+    assert not form.quantised
+    assert (form.page_bytes, form.page_stride) == (layout.page_bytes, layout.page_stride)
+    assert form.columns(1, 2) == [slice(1152, 3456)]
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_quantised_page_has_a_scale_a_plane_and_a_byte_a_value(dtype: str, codec: str) -> None:
+    form = HostFormat(KVLayout(num_layers=2, num_kv_heads=3, head_dim=64, page_size=16, dtype=dtype), codec)
+    assert form.quantised
+    assert (form.plane_values, form.codes_offset) == (3072, 16)
+    assert (form.page_bytes, form.page_stride) == (16 + 4 * 3072, 16384)
+    assert form.columns(2, 2) == [slice(8, 16), slice(16 + 2 * 3072, 16 + 4 * 3072)]
+
+
+def test_host_codecs_that_cannot_be() -> None:
+    layout = KVLayout(1, 1, 8, 4)
+    with pytest.raises(ConfigError, match="cannot have codec 'zstd', use none, fp8, int8"):
+        HostFormat(layout, "zstd")
+    with pytest.raises(ConfigError, match="int8 has one already"):
+        HostFormat(KVLayout(1, 1, 8, 4, "int8"), "fp8")

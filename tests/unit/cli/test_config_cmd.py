@@ -78,6 +78,17 @@ def test_show_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["tiers"][2]["prefetch"] == {"policy": "timeout", "deadline": "200ms", "min_pages": 1}
 
 
+def test_show_a_host_tier_that_quantises(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its codec is the store's, too: a page of 16 KiB is 8 KiB of codes and its scales."""
+    assert cli.run(["config", "show", str(file), "--json", "--set", "tiers.1.codec=fp8"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["layout"]["slot_bytes"] == 12288
+    assert [tier.get("codec") for tier in shown["tiers"]] == [None, "fp8", "fp8"]
+    assert shown["tiers"][1]["derived"] == {"pages": 170, "tokens": 2720, "bytes": 170 * 12288}
+    assert cli.run(["config", "show", str(file), "--set", "tiers.1.codec=fp8"]) == 0
+    assert capsys.readouterr().out.count("codec=fp8") == 2
+
+
 def test_a_bad_override_names_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["config", "show", str(file), "--set", "tiers.1.size=64"]) == 2
     assert capsys.readouterr().err.startswith("error: --set tiers.1.size=64: tiers[1].size: 64: a size needs a unit")

@@ -124,6 +124,18 @@ def test_generated_chats(config: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert shown["prompt_tokens"] == total(shown) > 0
 
 
+@pytest.mark.parametrize("codec", ["tiers.1.codec=fp8", "tiers.2.codec=int8"])
+def test_verify_is_not_for_lossy_codecs(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str], codec: str
+) -> None:
+    arguments = ["replay", str(trace), "--config", str(config), "--set", codec]
+    assert cli.run([*arguments, "--verify"]) == 2
+    place = codec.split("=")[0].replace(".1", "[1]").replace(".2", "[2]")
+    assert f"{place}: --verify would find what this codec changes" in capsys.readouterr().err
+    assert not (config.parent / "store").exists()
+    assert cli.run(arguments) == 0
+
+
 def test_a_wrong_page_is_exit_1(
     config: Path, trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

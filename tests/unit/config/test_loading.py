@@ -120,6 +120,15 @@ def test_codec_and_tenant_are_part_of_the_identity() -> None:
     assert made.identity().differences(config().identity().flat()) == ["codec", "tenant"]
 
 
+def test_what_the_host_tier_quantises_is_stored_as_it_is() -> None:
+    made = config(("size: 24MiB", "size: 24MiB\n    codec: int8"))
+    assert made.identity() == config(("size: 128MiB", "size: 128MiB\n    codec: int8")).identity()
+    assert made.storage_options()["encoded"] is True
+    host = made.capacity(Tier.HOST)
+    assert host is not None
+    assert host.page_bytes == made.host_format().page_stride == 12288
+
+
 def test_options_of_the_storage_backend() -> None:
     made = config(("size: 128MiB", "size: 128MiB\n    eviction: slru\n    ttl: 7d\n    quota: 1024 pages"))
     assert made.storage_options() == {
@@ -128,6 +137,7 @@ def test_options_of_the_storage_backend() -> None:
         "eviction": "slru",
         "ttl": 7 * 86400.0,
         "quota_bytes": 1024 * 16384,
+        "encoded": False,
     }
     assert made.model_dump(mode="json")["tiers"][2]["ttl"] == "7d"
     other = config(("size: 128MiB", "size: 128MiB\n    backend: redis\n    options: {host: there}"))
@@ -176,7 +186,7 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
         (
             "    size: 8192 tokens",
             "    size: 1GiB\n    write: write_back",
-            "t.yaml:11: tiers[0].write: unknown key, the keys here are device, eviction, size, tier",
+            "t.yaml:11: tiers[0].write: unknown key, the keys here are device, eviction, queue_aware, size, tier",
         ),
         ("    size: 24MiB\n", "", "t.yaml:11: tiers[1].size: this key is missing"),
         ("  name: example/small\n", "", "t.yaml:1: model.name: this key is missing"),
@@ -269,7 +279,7 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
         (
             "policy: timeout",
             "policy: timeout\n    admission: {policy: hit}",
-            "t.yaml:19: tiers[2].admission.policy: 'hit' is not one of 'all', 'hits' or 'priority', did you mean",
+            "t.yaml:19: tiers[2].admission.policy: 'hit' is not one of 'all', 'hits', 'tinylfu' or 'priority', did you mean",
         ),
         ("  dtype: float16", "  tp_rank: 1", "t.yaml:6: model.tp_rank: 1 must be less than tp_size, which is 1"),
         ("  dtype: float16", "  tp_size: 3", "t.yaml:6: model.tp_size: 3 ranks cannot share 2 KV heads evenly"),

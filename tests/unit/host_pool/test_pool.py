@@ -195,3 +195,12 @@ def test_a_pool_may_be_empty(pinned: bool) -> None:
     assert pool.array.shape == (0, LAYOUT.page_stride) and pool.pages_per_registration > 0
     pool.close()
     assert registrar.calls == []
+
+
+def test_a_quantised_pool_holds_shorter_pages() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, page_size=16, dtype="float32")
+    pool = HostPool(layout, 3, codec="fp8")
+    assert pool.page_stride == pool.format.page_stride == 12288 < layout.page_stride == 32768
+    assert (pool.nbytes, pool.array.shape, pool.page(2).nbytes) == (3 * 12288, (3, 12288), 12288)
+    with pytest.raises(ConfigError, match="one already"):
+        HostPool(KVLayout(1, 1, 8, 4, "int8"), 1, codec="fp8")

@@ -10,6 +10,9 @@ from hicache.errors import ConfigError, ProtocolError
 from hicache.kernels.cpu import CpuCopier
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.kernels.dispatch import bind
+from hicache.kernels.quantised import QuantisedCopier
+from hicache.layout import KVLayout
+from hicache.storage_backends.codecs import create_quantiser
 
 PLANES, HOST = [np.ones((2, 8), np.uint8)], np.zeros((3, 8), np.uint8)
 
@@ -24,12 +27,15 @@ def test_cpu_with_numba_gets_the_compiled_kernels() -> None:
     assert isinstance(bind(PLANES, HOST), compiled.CompiledCopier)
 
 
+def test_a_quantised_host_pool_gets_the_copier_that_quantises() -> None:
+    quantiser = create_quantiser("int8", KVLayout(1, 1, 4, 1, "float16", "mla"))
+    assert isinstance(bind(PLANES, HOST, quantiser=quantiser), QuantisedCopier)
+
+
 def test_planes_on_a_gpu_without_cupy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for name in ("cuda_copier", "cuda_bounce", "cuda_choice", "cuda_paths", "cuda_source"):
-        monkeypatch.delitem(sys.modules, f"hicache.kernels.{name}", raising=False)
     planes = CudaPlanes([torch.zeros(2, 8, dtype=torch.uint8)])  # where they lie does not matter so far
-    with pytest.raises(ConfigError, match=r"copies on cpu need CuPy: pip install 'hicache\[cuda12\]'"):
+    with pytest.raises(ConfigError, match=r"a CUDA device needs CuPy.*install hicache\[cuda12\] or hicache\[cuda13\]"):
         bind(planes, HOST, pinned=True)
 
 

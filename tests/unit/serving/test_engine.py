@@ -399,3 +399,23 @@ def test_the_report_has_evidence_figures_and_counters(tmp_path: Path) -> None:
     assert [evidence["policy"][f"{tier}_eviction"] for tier in ("device", "host", "storage")] == ["lru"] * 3
     assert report["run"]["output_tokens"] == 3 and report["cache"]["device"]["total"] == 20
     engine.close()
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_a_host_tier_that_quantises_serves_and_is_counted(tmp_path: Path, codec: str) -> None:
+    """What was asked before comes back from the host, and after a restart from the disk."""
+    tiers = tiers_of(16, 64, tmp_path)
+    tiers[1]["codec"] = codec
+    cached = []
+    for prompts in ((0, 1, 2, 0), (0,)):
+        engine = tiny_engine(tiers)
+        for first in prompts:
+            handle = engine.generate([ask([first, *PROMPT], 4)])[0]
+            assert len(handle.token_ids) == 4 and handle.metrics is not None
+            cached.append(dict(handle.metrics.cached_tokens))
+        policies = engine.report()["evidence"]["policy"]
+        assert (policies["host_codec"], policies["storage_codec"]) == (codec, codec)
+        engine.close()
+    nothing = {"device": 0, "host": 0, "storage": 0}
+    whole = (len(PROMPT) + 1) // PAGE * PAGE
+    assert cached == [nothing] * 3 + [nothing | {"host": whole}, nothing | {"storage": whole}]

@@ -31,11 +31,11 @@ def model_of(name: str) -> LoadedModel:
     return load_model(STORIES) if name == "stories" else random_model({"llama": LLAMA, "qwen3": QWEN3}[name], seed=5)
 
 
-def cache_of(loaded: LoadedModel, folder: Path) -> HiCache:
-    """A device of 16 pages, a host of 32, and a disk."""
+def cache_of(loaded: LoadedModel, folder: Path, codec: str = "none") -> HiCache:
+    """A device of 16 pages, a host of 32 with this codec, and a disk."""
     tiers = [
         {"tier": "device", "size": "16 pages"},
-        {"tier": "host", "size": "32 pages"},
+        {"tier": "host", "size": "32 pages", "codec": codec},
         {"tier": "storage", "size": "64MiB", "path": str(folder), "prefetch": {"policy": "wait_complete"}},
     ]
     mapping = {"model": loaded.model_section(), "page_size": PAGE, "poison": True, "tiers": tiers}
@@ -100,3 +100,28 @@ def test_hits_of_every_tier_change_no_bit(name: str, tmp_path: Path) -> None:
     cache.close()
     whole = (PROMPT + DECODED - 1) // PAGE * PAGE
     assert hits == [(0, 0, 0), (whole, 0, 0), (0, whole, 0), (0, 0, whole)]
+
+
+@pytest.mark.parametrize("codec, most", [("fp8", 0.2), ("int8", 0.05)])
+def test_hits_of_a_host_that_quantises_are_near_and_alike(codec: str, most: float, tmp_path: Path) -> None:
+    """`most`: the largest change of a logit, where they have a standard deviation of 1 or so."""
+    torch.set_num_threads(1)
+    loaded = model_of("llama")
+    model, tokens = Transformer(loaded.geometry, loaded.tensors), tokens_of(PROMPT + DECODED, loaded.geometry.vocab)
+    expected = plain_run(model, tokens, 3)
+    cache = cache_of(loaded, tmp_path, codec)
+    requests = build_requests(cache)
+    hits, results = [], []
+    for emptied in ((), (), (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)):
+        cache.flush(emptied, timeout=30)
+        admission, logits = serve(model, requests, tokens)
+        results.append(logits[-3:])
+        hits.append((admission.device_len, admission.host_len, admission.storage_len))
+    cache.close()
+    whole = (PROMPT + DECODED - 1) // PAGE * PAGE
+    assert hits == [(0, 0, 0), (whole, 0, 0), (0, whole, 0), (0, 0, whole)]
+    computed, on_device, from_host, from_disk = results
+    assert torch.equal(computed, expected) and torch.equal(on_device, expected)  # not quantised so far
+    assert torch.equal(from_host, from_disk)
+    change = (from_host - expected).abs().max() / expected.std()
+    assert 0 < change < most

@@ -12,8 +12,9 @@ import pytest
 from hicache.errors import CapacityError, IntegrityError, TransferError
 from hicache.layout import KVLayout
 from hicache.plane_access import HostPlanes
-from hicache.sim.driver import Replay, ReplayOptions
+from hicache.sim.driver import Replay
 from hicache.sim.generator import ChatWorkload, generate
+from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
 from hicache.sim.result import ReplayResult
 from hicache.sim.workload import BlockPrompt, TokenPrompt, TraceRequest
@@ -286,7 +287,7 @@ def target(cache: FakeCache) -> ReplayTarget:
 def replay(
     cache: FakeCache, trace: list[TraceRequest] = CHATS, options: ReplayOptions = OPTIONS, **more: Any
 ) -> ReplayResult:
-    return Replay(target(cache), POISON, options, **more).run(trace)
+    return Replay.with_bytes(target(cache), POISON, options, **more).run(trace)
 
 
 def prompt_only(count: int, length: int, output_len: int = 0) -> list[TraceRequest]:
@@ -461,7 +462,7 @@ def test_another_failure_of_the_compute_stream_is_not_swallowed() -> None:
     assert isinstance(broken.compute, EagerStream)
     broken.compute.failed = True
     with pytest.raises(TransferError):
-        Replay(broken, POISON, OPTIONS).run(CHATS)
+        Replay.with_bytes(broken, POISON, OPTIONS).run(CHATS)
 
 
 def test_the_youngest_is_retracted_when_nothing_can_progress(monkeypatch: pytest.MonkeyPatch) -> None:

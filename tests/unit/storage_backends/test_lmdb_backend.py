@@ -434,3 +434,9 @@ def test_a_log_line_says_why_there_is_no_hit(path: Path, caplog: pytest.LogCaptu
     assert other.write([run_of(LAYOUT, chain("x", 1))]) == [1]
     other.close()
     store.close()
+
+
+def test_pages_that_come_encoded_need_a_codec_that_a_host_tier_has(path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot have codec 'zstd'"):
+        LmdbBackend(path, replace(IDENTITY, codec="zstd"), 8 << 20, encoded=True)
+    assert not path.exists()

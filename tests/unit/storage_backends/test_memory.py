@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hicache.errors import ConfigError
@@ -12,6 +14,12 @@ LAYOUT = IDENTITY.layout
 def test_a_budget_below_one_page_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds no page"):
         MemoryBackend(IDENTITY, LAYOUT.page_bytes - 1)
+
+
+def test_a_codec_that_no_host_tier_has_is_refused() -> None:
+    """Nobody would encode the pages: they are kept as they come."""
+    with pytest.raises(ConfigError, match="cannot have codec 'zstd'"):
+        MemoryBackend(replace(IDENTITY, codec="zstd"), 1 << 20)
 
 
 def test_the_budget_is_exact() -> None:

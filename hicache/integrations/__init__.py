@@ -1,0 +1,1 @@
+"""HiCache in the engines of others: by their configuration, without patching them."""

@@ -1,0 +1,18 @@
+#!/bin/sh
+# A virtual environment that runs SGLang's cache on a machine without a GPU.
+#
+#     tests/engines/sglang/install.sh .venv-sglang
+#
+# SGLang itself comes without its dependencies: most of them need CUDA. The tests put stand-ins in the place of
+# those that its cache only imports.
+set -eu
+venv=${1:?usage: install.sh VENV}
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../../.." && pwd)
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip "$@"; }
+pip install -qq --disable-pip-version-check --constraint "$root/constraints.txt" \
+    --editable "${root}[codecs]" hypothesis pytest pytest-timeout
+pip install -qq --disable-pip-version-check --constraint "$root/constraints.txt" \
+    --requirement "$here/constraints-sglang.txt"
+pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
