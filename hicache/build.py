@@ -91,8 +91,7 @@ def wire_loads(config: CacheConfig, costs: Costs | None = None) -> LoadChoice:
         costs = costs_of(config)
     form, storage = config.host_format(), config.capacity(Tier.STORAGE)
     stored = storage.page_bytes if storage is not None else 0
-    readers = config.storage.threads if config.storage is not None else 1
-    pages = PageSizes(config.page_size, form.page_bytes, stored, readers)
+    pages = PageSizes(config.page_size, form.page_bytes, stored)
     return LoadChoice(load.policy, costs, pages, load.hysteresis)
 
 

@@ -109,8 +109,9 @@ class HiCache:
     def init_load_back(self, match: PrefixMatch) -> LoadBack | None:
         """Bring the host part of a match to the device, layer by layer, and lock the whole prefix.
 
-        Of the host part only what is worth it, see LoadChoice: the rest is to be computed. Pages that another request is loading already are shared. None if there is no room on the
-        device now: nothing has changed, try again after a poll. The device part is locked meanwhile.
+        Of the host part only what is worth it, see LoadChoice: the rest is to be computed. Pages that another
+        request is loading already are shared. None if there is no room on the device now: nothing has changed,
+        try again after a poll. The device part is locked meanwhile.
         """
         tree = self.tiers.tree
         match, choice = self._worth_loading(match)

@@ -281,8 +281,9 @@ def cut_victim(tree: RadixTree, node: Node, wanted: int) -> None:
 def _only_on_device(node: Node | None) -> list[Node]:
     """`node` and those of its ancestors that are on the device and on no lower tier, root first."""
     alone = []
-    while node is not None and not node.is_root:
-        if node.residency[Tier.HOST] is ABSENT and node.residency[Tier.STORAGE] is ABSENT:
+    while node is not None and node.parent is not None:
+        _, host, storage = node.residency.states
+        if host is ABSENT and storage is ABSENT:
             alone.append(node)
         node = node.parent
     alone.reverse()

@@ -2,17 +2,17 @@
 
 From the host, layer by layer beside the compute of what follows:
 
-| loading all of it                | what is loaded                                                              |
-|----------------------------------|-----------------------------------------------------------------------------|
-| is faster than to compute it     | all                                                                         |
-| is slower                        | the head that arrives while the first chunk after it is computed; the tail is computed |
+| loading all of it            | what is loaded                                                        |
+|------------------------------|-----------------------------------------------------------------------|
+| is faster than to compute it | all                                                                   |
+| is slower                    | the head that arrives while the chunk after it is computed            |
 
 From storage, while the request waits for its turn:
 
-| reading all of it                | what is read                                                                |
-|----------------------------------|-----------------------------------------------------------------------------|
-| is faster than to compute it     | all                                                                         |
-| is slower                        | the head that arrives while requests wait anyway, as those before did       |
+| reading all of it            | what is read                                                          |
+|------------------------------|-----------------------------------------------------------------------|
+| is faster than to compute it | all                                                                   |
+| is slower                    | the head that arrives while requests wait anyway, as those before did |
 
 and when it is the request's turn, what has not arrived is waited for only if it comes sooner than it is computed.
 
@@ -54,12 +54,11 @@ class LoadCounts:
 
 @dataclass(frozen=True)
 class PageSizes:
-    """What a page is: its tokens, its bytes on the host and as read from storage, and how many reads go on at once."""
+    """What a page is: its tokens, its bytes on the host and as read from storage."""
 
     tokens: int = 1
     host: int = 0
     stored: int = 0
-    readers: int = 1
 
 
 NO_PAGES = PageSizes()
@@ -85,8 +84,7 @@ class StorageLoad(NamedTuple):
 
 class LoadChoice:
     """The one owner of the choice. Lengths in tokens; `host_page` and `stored_page` are bytes of a page as it lies on
-    the host and as it is read from storage, with `readers` reads at a time. `overlap` is the chunk whose compute hides
-    a load. auto takes `costs`.
+    the host and as it is read from storage. `overlap` is the chunk whose compute hides a load. auto takes `costs`.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class LoadChoice:
         self._costs = costs
         self._page_size = pages.tokens
         self._host_page = pages.host
-        self._readers = pages.readers
         self._hysteresis = hysteresis
         self._overlap = overlap
         self._loads = {"host": True, "storage": True}  # what was chosen last, by tier
@@ -116,11 +113,10 @@ class LoadChoice:
 
     # ---- what is measured -------------------------------------------------------------------
 
-    def measured_read(self, pages: int, seconds: float, reads: int) -> None:
-        """Storage took `seconds` for reading `pages` pages, while `reads` reads, this one too, took turns."""
+    def measured_read(self, pages: int, seconds: float) -> None:
+        """Storage took `seconds` for reading `pages` pages; reads that run at once have shared theirs out."""
         if pages:
-            alone = seconds / pages / max(1, min(reads, self._readers))  # those that run at once share the disk
-            self._page_seconds += _NEW_SHARE * (alone - self._page_seconds)
+            self._page_seconds += _NEW_SHARE * (seconds / pages - self._page_seconds)
 
     def measured_wait(self, seconds: float) -> None:
         """A request had to wait so long for its turn, from the start of its prefetch on."""

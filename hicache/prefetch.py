@@ -292,7 +292,7 @@ class Prefetcher:
         What was read before the store was cleared was flushed: it is not brought back.
         """
         tiers = self._tiers
-        tiers.loads.measured_read(read.count, read.busy, self._load().reads)
+        tiers.loads.measured_read(read.count, read.busy)
         flushed = tiers.storage is None or tiers.storage.generation != op.generation
         arrived = 0 if flushed else read.count
         read.cancelled = True

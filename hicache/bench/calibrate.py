@@ -1,8 +1,8 @@
 """`hicache bench calibrate`: the section `costs` of a configuration, measured on this machine.
 
 Copies go through the copy engine of the product, pages through an LMDB store in slabs, prefill and decode through the
-reference engine's model, on half of the cores where that is a CPU. Copies and compute are the best of several runs: the others were disturbed. Of a prompt's
-first and last chunk the difference is attention's:
+reference engine's model, on half of the cores where that is a CPU. Copies and compute are the best of several runs:
+the others were disturbed. Of a prompt's first and last chunk the difference is attention's:
 
     seconds a token in a chunk around position p  =  per_token + per_pair * p
 """

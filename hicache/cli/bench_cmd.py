@@ -1,4 +1,7 @@
-"""`hicache bench tree|copy|storage|stall|serving|calibrate`: measure on this machine, with the figures aimed at beside."""
+"""`hicache bench tree|copy|storage|stall|serving`: measure on this machine, with the figures aimed at beside.
+
+`hicache bench calibrate`: measure what copies and prefill take here, for configurations.
+"""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class DeviceTier(Section):
     tier: Literal["device"]
     size: SizeField
     device: DeviceName = "auto"
-    eviction: EvictionPolicy = "lru"
+    eviction: EvictionPolicy = "adaptive"
     queue_aware: bool = False
 
 

@@ -41,10 +41,13 @@ text.note{fill:var(--soft);font-size:11.5px}.mark{stroke:var(--axis);stroke-dash
 .dot.quiet{opacity:0}.dot.quiet:hover{opacity:1}.dot.knee{fill:var(--card);stroke:var(--c);stroke-width:2.5}
 .life{stroke:var(--axis);stroke-width:1}
 .s0,.a0,.p0{--c:var(--c0)}.s1,.a1{--c:var(--c1)}.s2,.a2,.p1{--c:var(--c2)}.s3{--c:var(--c3)}.s4{--c:var(--c4)}
-.s5,.s6,.s7,.s8,.s9{--c:var(--c5)}.bound{--c:var(--soft)}.rest{--c:var(--rest)}
+.s5{--c:var(--c5)}.bound{--c:var(--soft)}.rest{--c:var(--rest)}
 .h0{--c:var(--h0)}.h1{--c:var(--h1)}.h2{--c:var(--h2)}.h3{--c:var(--h3)}.h4{--c:var(--h4)}
 .legend i{background:var(--c)}
 .legend i.bound{height:0;border-radius:0;border-top:2px dashed var(--c);background:none;vertical-align:4px}
+.line.dotted{stroke-dasharray:2 4}.line.dashed{stroke-dasharray:10 3 2 3}
+.legend i.dotted,.legend i.dashed{height:0;border-radius:0;background:none;vertical-align:4px}
+.legend i.dotted{border-top:3px dotted var(--c)}.legend i.dashed{border-top:3px dashed var(--c)}
 .legend i.ring{border-radius:50%;background:none;border:2.5px solid var(--c)}
 pre{margin:0;overflow-x:auto;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
 table{border-collapse:collapse;width:100%;font-size:14px}
@@ -108,7 +111,7 @@ def _outcome(plan: Plan) -> str:
         for what, rate, *times in rows
     )
     head = "<tr><th></th><th>hits</th><th>TTFT mean</th><th>p50</th><th>p99</th></tr>"
-    notes_ = "".join(f'<p class="note">{escape(line[0].upper() + line[1:])}.</p>' for line in notes(plan))
+    notes_ = "".join(f'<p class="note">{escape(line[0].upper() + line[1:])}.</p>' for line in notes(plan, "the ring"))
     return card(f"What it comes to: {suggestion_text(plan)}", f"<table>{head}{body}</table>{notes_}")
 
 

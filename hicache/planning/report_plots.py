@@ -21,6 +21,7 @@ from hicache.types import Tier
 _GIB, _MIB = 1 << 30, 1 << 20
 _BINS = 72
 _SESSIONS = 40
+_COLOURS = 6
 
 _NARROW = 0.6
 """A curve that stays above this share of its highest point is shown without the room below it."""
@@ -58,10 +59,15 @@ def tier_cards(plan: Plan) -> list[str]:
 
 
 def _legend(tier: TierCurves, bound: bool) -> list[tuple[str, str]]:
-    named = [(f"s{index}", name) for index, name in enumerate(tier.curves)]
+    named = [(_series(index), name) for index, name in enumerate(tier.curves)]
     if next(iter(tier.curves.values())).knee is not None:
         named.append(("s0 ring", "knee of lru"))
     return [*named, ("bound", "MIN, the offline optimum")] if bound and tier.bound else named
+
+
+def _series(index: int) -> str:
+    """CSS classes of a policy: six colours, then the same dotted and dashed."""
+    return f"s{index % _COLOURS}" + ("", " dotted", " dashed")[min(index // _COLOURS, 2)]
 
 
 def _x_axis(tier: TierCurves) -> Axis:
@@ -114,12 +120,12 @@ def _lines(
     plot: Plot, tier: TierCurves, scale: int, value: Callable[[Point], float], show: Callable[[Point], str]
 ) -> None:
     for index, (name, curve) in enumerate(tier.curves.items()):
-        plot.line([(point.size / scale, value(point)) for point in curve.points], f"s{index}")
+        plot.line([(point.size / scale, value(point)) for point in curve.points], _series(index))
         simulated = len(curve.points) <= SIMULATED
         for point in curve.points:
             plot.dot(
                 (point.size / scale, value(point)),
-                f"s{index}" if simulated else f"s{index} quiet",
+                _series(index) if simulated else f"{_series(index)} quiet",
                 f"{name} at {format_bytes(point.size)}: {show(point)}",
             )
 

@@ -107,11 +107,12 @@ def _point_cells(point: Point) -> Sequence[str]:
     return f"{point.hit_rate:.1%}", *(seconds_text(value) for value in times)
 
 
-def notes(plan: Plan) -> list[str]:
-    """What a reader has to know of the figures."""
+def notes(plan: Plan, mark: str) -> list[str]:
+    """What a reader has to know of the figures; `mark` is what shows the knee."""
     found = [
         f"suggested is the least size that saves {ENOUGH:.0%} of the mean time to first token that the limit of its "
-        "tier saves; * marks the knee, the point of the lru curve farthest above the line between its ends (Kneedle)",
+        f"tier saves; {mark} marks the knee, the point of the lru curve farthest above the line between its "
+        "ends (Kneedle)",
         f"sizes are those of one rank; a page of the trace is the unit of sharing, {plan.given.pages.page_size} tokens",
     ]
     found += _waiting(plan)
@@ -133,7 +134,7 @@ def _waiting(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[RenderableType]:
-    return [Text(line, "dim") for line in notes(plan)]
+    return [Text(line, "dim") for line in notes(plan, "*")]
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 from hicache.policies.retention import Retention
 
@@ -54,11 +55,11 @@ IDENTITY_BYTES = 64
 
 
 def identity(key: bytes, offset: int = 0) -> int:
-    """A number for the content that starts at `offset` of `key`, the same whenever it comes back in this process.
+    """A number for the content that starts at `offset` of `key`, the same in every process: ranks must agree.
 
     It is a hint: equal content under another prefix is taken for the same.
     """
-    return hash(key[offset : offset + IDENTITY_BYTES])
+    return crc32(key[offset : offset + IDENTITY_BYTES])
 
 
 class Remembered(NamedTuple):

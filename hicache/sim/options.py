@@ -14,7 +14,8 @@ class ReplayOptions:
 
     `window` waiting requests prefetch ahead. A step computes at most `step_tokens`, of one request at most
     `chunk_tokens` of its prompt or `decode_tokens` of its answer; `mixed_decode_tokens` of it, where that is given,
-    while others prefill, and then one while others wait. Without any progress for `stall_seconds` the replay is given up.
+    while others prefill, and then one while others wait. Without any progress for `stall_seconds` the replay is given
+    up.
     """
 
     verify: bool = False

@@ -32,13 +32,19 @@ def sim_json(result: SimResult) -> dict[str, Any]:
         "busy_seconds": dict(result.busy),
         "tokens_per_second": round(result.tokens_per_second),
         "prefetches": dict(result.stats.prefetches),
+        "load_choices": dict(result.stats.load_choices),
+        "declined_tokens": dict(result.stats.declined_tokens),
+        "saved_seconds": result.stats.saved_seconds,
     }
 
 
 def sim_table(result: SimResult) -> RenderableType:
     """Everything a person wants to see of a simulation."""
     parts: list[RenderableType] = [tokens_table(result.replay), _times_table(result), _edges_table(result)]
-    parts += [pages_table(result.replay), _summary(result)]
+    parts.append(pages_table(result.replay))
+    if result.stats.load_choices:
+        parts.append(_choices_table(result))
+    parts.append(_summary(result))
     parts += [Text(line, "yellow") for line in result.replay.skipped[:3]]
     return Group(*parts)
 
@@ -57,6 +63,17 @@ def _edges_table(result: SimResult) -> Table:
         moved = result.replay.moved_bytes.get(name, 0)
         what = name.replace("_", " to ")
         table.add_row(what, "" if name == "compute" else format_bytes(moved), f"{seconds / total:.1%}")
+    return table
+
+
+def _choices_table(result: SimResult) -> Table:
+    """Of the policy auto."""
+    table = _table("load or recompute", "amount")
+    for name, count in result.stats.load_choices.items():
+        table.add_row(name.replace("_", ": "), f"{count:,}")
+    for tier, tokens in result.stats.declined_tokens.items():
+        table.add_row(f"tokens of {tier} computed anew", f"{tokens:,}")
+    table.add_row("saved against loading all", _time(result.stats.saved_seconds))
     return table
 
 

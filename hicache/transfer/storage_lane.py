@@ -32,10 +32,11 @@ class LaneLimits:
 
 @dataclass(eq=False)
 class Call:
-    """A backend call under way since `began`."""
+    """A backend call under way since `began`, the `beside`-th of its lane then."""
 
     ticket: Ticket
     began: float
+    beside: int
 
 
 class Lane:
@@ -93,7 +94,7 @@ class Lane:
         while self.waiting:
             ticket = (self._urgent or self._queue).popleft()
             if not ticket.cancelled:
-                call = Call(ticket, self._clock())
+                call = Call(ticket, self._clock(), len(self._calls) + 1)
                 self._calls.append(call)
                 return call
             self.breaker.not_made()
@@ -102,9 +103,9 @@ class Lane:
 
     def ended(self, call: Call, error: Exception | None, finished: bool) -> None:
         """A call returned or raised. A ticket that needs more calls waits for its next turn."""
-        self._calls.remove(call)
         ticket = call.ticket
-        ticket.busy += self._clock() - call.began
+        ticket.busy += 2 * (self._clock() - call.began) / (call.beside + len(self._calls))
+        self._calls.remove(call)
         if ticket.kind == "clear":
             self._settle(ticket, error)
             return

@@ -22,7 +22,8 @@ class Ticket:
     """One request to the engine. `error` is set if the backend raised, or if it was not asked at all.
 
     Set `cancelled` to end it early: what waits is not begun, a read ends after its batch. `overdue` says that
-    a backend call for it has been running for longer than its deadline. `busy`: seconds that calls for it took.
+    a backend call for it has been running for longer than its deadline. `busy`: seconds that calls for it
+    took, shared out among the calls that ran beside each other.
     """
 
     kind: ClassVar[str]

@@ -39,6 +39,7 @@ class Share(IntEnum):
     IN_FLIGHT = 3
 
 
+_EVICTABLE, _PROTECTED, _IN_FLIGHT = 1, 2, 3  # Share as plain integers: `classify` is called for every change
 _HOST_SHIFT = 2
 _IN_DEVICE, _IN_MIRRORS, _IN_HOST_LEAVES = 16, 32, 64
 IN_AN_ORDER = _IN_DEVICE | _IN_MIRRORS | _IN_HOST_LEAVES
@@ -116,13 +117,13 @@ def classify(node: Node) -> int:
     flags = 0
     if device is RESIDENT:
         if node.lock_ref:
-            flags = Share.PROTECTED.value
+            flags = _PROTECTED
         elif residency.pins(Tier.DEVICE):
-            flags = Share.IN_FLIGHT.value
+            flags = _IN_FLIGHT
         else:
-            flags = Share.EVICTABLE.value if node.device_children else Share.EVICTABLE.value | _IN_DEVICE
+            flags = _EVICTABLE if node.device_children else _EVICTABLE | _IN_DEVICE
     elif device is not ABSENT:
-        flags = Share.IN_FLIGHT.value
+        flags = _IN_FLIGHT
     if host is ABSENT:
         return flags
     return flags | _classify_host(node)
@@ -131,9 +132,9 @@ def classify(node: Node) -> int:
 def _classify_host(node: Node) -> int:
     residency = node.residency
     if not residency.on_host or residency.pins(Tier.HOST):
-        return Share.IN_FLIGHT << _HOST_SHIFT
+        return _IN_FLIGHT << _HOST_SHIFT
     if residency.on_device:
-        return Share.EVICTABLE << _HOST_SHIFT | _IN_MIRRORS
+        return _EVICTABLE << _HOST_SHIFT | _IN_MIRRORS
     if node.lock_ref:
-        return Share.PROTECTED << _HOST_SHIFT
-    return Share.EVICTABLE << _HOST_SHIFT | (0 if node.children else _IN_HOST_LEAVES)
+        return _PROTECTED << _HOST_SHIFT
+    return _EVICTABLE << _HOST_SHIFT | (0 if node.children else _IN_HOST_LEAVES)

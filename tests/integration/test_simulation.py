@@ -12,7 +12,7 @@ import pytest
 
 from hicache.config import CacheConfig, parse_config
 from hicache.config.cost_model import costs_of
-from hicache.costs import Costs
+from hicache.costs import Costs, Link
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.options import ReplayOptions, SimOptions
 from hicache.sim.result import ReplayResult
@@ -130,6 +130,19 @@ def test_time_is_made_of_what_the_costs_say(tmp_path: Path) -> None:
 
 
 # ---- load or recompute ----------------------------------------------------------------------------
+
+
+def test_a_head_that_is_loaded_and_a_tail_that_is_computed_are_the_right_bytes(tmp_path: Path) -> None:
+    """Copies that take time, a link slower than prefill, and a disk about as fast, with bytes and without."""
+    config = configured(3, {"stored": 49152}, tmp_path)
+    costs = replace(costs_of(config), to_device=Link(500e3, 1e-4), disk_read=Link(700e3, 1e-3))
+    config = config.model_copy(update={"load": config.load.model_copy(update={"policy": "auto"})})
+    without, real = both(config, generate(SMALL), costs, tmp_path)
+    assert real.replay.wrong_pages == 0 and real.replay.checked_pages > 0
+    assert counted(without.replay) == counted(real.replay) and without.timings == real.timings
+    assert real.stats.load_choices == without.stats.load_choices
+    assert real.stats.load_choices["host_split"] > 0 and real.stats.declined_tokens["host"] > 0
+
 
 CHATS = ChatWorkload(
     seed=1, conversations=150, turns=4, start_gap_ms=700, think_ms=120000, context_tokens=8192, tool_tokens=2048,

@@ -390,7 +390,7 @@ def test_every_interleaving_keeps_every_byte(seed: int) -> None:
 def test_long_walks_reach_everything_and_keep_every_byte() -> None:
     """Depth instead of shrinking: the same moves, hundreds in a row, over many configurations."""
     REACHED.clear()
-    for seed in range(80):
+    for seed in range(104):
         machine = HiCacheMachine()
         machine.options = configuration(1000 + seed)
         machine.build()

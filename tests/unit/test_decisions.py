@@ -33,6 +33,20 @@ def test_a_decision_is_found_for_every_page_that_it_covers() -> None:
     assert upper.start == 0
 
 
+def test_the_latest_counts_wherever_it_begins() -> None:
+    log = DecisionLog(10, 2, lambda: 5.0)
+    lower = chain([1, 2], [3, 4])[1]
+    whole = chain([1, 2, 3, 4])[0]
+    key = PrefixKey.of([1, 2, 3, 4])
+    log.left(lower, Tier.DEVICE, DropReason.HOST_FULL)
+    log.left(whole, Tier.DEVICE, DropReason.FLUSHED)
+    found = log.last(key, Tier.DEVICE, 2)
+    assert found is not None and found.why == "flushed"
+    log.left(lower, Tier.DEVICE, DropReason.HOST_FULL)
+    found = log.last(key, Tier.DEVICE, 2)
+    assert found is not None and found.why == "host_full"
+
+
 def test_the_oldest_falls_out_and_the_log_knows_since_when_it_is_complete() -> None:
     now = [0.0]
     log = DecisionLog(2, 2, lambda: now[0])

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hicache.costs import Costs, Link, PrefillCost
 from hicache.load_choice import LoadChoice, PageSizes, StorageLoad
 
-PAGES = PageSizes(tokens=16, host=16_000, stored=16_000, readers=2)
+PAGES = PageSizes(tokens=16, host=16_000, stored=16_000)
 QUIET = StorageLoad(reads=1, waiting=1)
 
 
@@ -84,12 +84,8 @@ def test_storage_is_believed_by_what_it_does_and_not_by_what_the_configuration_s
     fast = choice(disk=100e6)
     assert fast.waits_for(0, 20, QUIET)
     for _ in range(30):
-        fast.measured_read(10, 10 * 0.1, reads=1)  # 100 ms a page, to compute one takes 16
+        fast.measured_read(10, 10 * 0.1)  # 100 ms a page, to compute one takes 16
     assert not fast.waits_for(0, 20, QUIET)
     assert fast.counts.choices == {"storage_cut": 1} and fast.counts.declined_tokens == {"storage": 320}
     assert fast.counts.saved_seconds > 1.0
-    shared = choice(disk=100e6)
-    for _ in range(30):
-        shared.measured_read(10, 10 * 0.03, reads=2)  # of two at once, each takes twice as long as alone
-    assert shared.waits_for(0, 20, QUIET) and not shared.waits_for(0, 20, StorageLoad(2, 1))
-    fast.measured_read(0, 0.0, reads=1)
+    fast.measured_read(0, 0.0)

@@ -249,6 +249,21 @@ def test_flushed(rigs: list[Rig]) -> None:
         assert (found.reason, found.at) == (Reason.FLUSHED, 4.0), found
 
 
+def test_what_a_flush_of_the_device_cut_off_is_flushed_too(rigs: list[Rig]) -> None:
+    rig = rig_of(rigs, storage_pages=0)
+    serve_all(rig, [A])
+    tree = rig.tiers.tree
+    (lower,) = tree.nodes()
+    upper = tree.split(lower, 2)
+    rig.tiers.free_device(tree.drop_device(lower))
+    rig.tiers.free_host(tree.drop_host(upper))
+    rig.now = 4.0
+    assert rig.cache.flush([Tier.DEVICE]).flushed
+    serve_all(rig, [A[:4]])
+    found = why(rig, Tier.HOST)
+    assert (found.tokens, found.reason, found.at) == (4, Reason.FLUSHED, 4.0)
+
+
 def test_what_fell_out_of_the_log_is_said(rigs: list[Rig]) -> None:
     rig = rig_of(rigs, log_size=3, device_pages=8, host_pages=0, storage_pages=0)
     serve_all(rig, [A])

@@ -13,13 +13,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hicache.errors import ConfigError
 from hicache.layout import HOST_ALIGNMENT, round_up
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 MAX_PARTS = 4
 """Pages in more runs are copied: many small transfers cost more than a copy."""
@@ -31,11 +34,12 @@ SCRATCH_BYTES = 32 << 20
 @dataclass(frozen=True)
 class PageForm:
     """A page is `parts` parts of `part_bytes` bytes. `in_place`: they are transferred from and to the pool itself.
-    `dtype`: of the flat tensor that the pool gives and takes as a page."""
+    `in_view`: the pool's own pages are views of its memory, not copies. `dtype`: of its flat pages."""
 
     parts: int
     part_bytes: int
     in_place: bool
+    in_view: bool
     dtype: torch.dtype
 
     @property
@@ -53,8 +57,9 @@ def form_of(pool: Any, name: str) -> PageForm:
         raise ConfigError(f"pool {name!r} holds no KV of its own: this model needs another storage backend")
     pointers, sizes = _runs(pool)
     if _can_be_in_place(page, pointers, sizes):
-        return PageForm(len(pointers), sizes[0], True, page.dtype)
-    return PageForm(1, page.nbytes, False, page.dtype)
+        return PageForm(len(pointers), sizes[0], True, True, page.dtype)
+    in_view = page.data_ptr() == pool.get_data_page(0, flat=False).data_ptr()
+    return PageForm(1, page.nbytes, False, in_view, page.dtype)
 
 
 _NO_SUCH_PAGES = (AttributeError, NotImplementedError, TypeError, ValueError)
@@ -142,15 +147,18 @@ class InPlacePages(PageBatch):
 
 
 class CopiedPages(PageBatch):
-    """Pages that pass through scratch. `pull(i)` gives page i as a tensor of any shape, `push(i, flat)` takes it."""
+    """Pages that pass through scratch. `pull(i)` gives the bytes of page i in any shape, `push(i, flat)` takes them.
+
+    Copies are numpy's: those of torch wake all its threads for each page, and those compete with the engine's.
+    """
 
     def __init__(
         self,
         form: PageForm,
         scratch: Scratch,
         count: int,
-        pull: Callable[[int], torch.Tensor],
-        push: Callable[[int, torch.Tensor], None],
+        pull: Callable[[int], Bytes],
+        push: Callable[[int, Bytes], None],
     ) -> None:
         self.step = scratch.pages
         self._form, self._scratch, self._count = form, scratch, count
@@ -162,7 +170,7 @@ class CopiedPages(PageBatch):
     def sources(self, start: int, stop: int) -> list[memoryview]:
         for index in range(start, stop):
             page = self._pull(index)
-            self._tensor(index - start).view(page.dtype).view(page.shape).copy_(page)
+            np.copyto(self._flat(index - start).reshape(page.shape), page)
         return self._buffers(stop - start)
 
     def targets(self, start: int, stop: int) -> list[memoryview]:
@@ -170,7 +178,7 @@ class CopiedPages(PageBatch):
 
     def landed(self, start: int, stop: int) -> None:
         for index in range(start, stop):
-            self._push(index, self._tensor(index - start))
+            self._push(index, self._flat(index - start))
 
     def _buffers(self, count: int) -> list[memoryview]:
         """A part takes the rest of its slot along, so that its length suits O_DIRECT."""
@@ -178,9 +186,9 @@ class CopiedPages(PageBatch):
         starts = range(0, self._form.parts * size, size)
         return [self._scratch.page(index)[start : start + size] for index in range(count) for start in starts]
 
-    def _tensor(self, index: int) -> torch.Tensor:
-        """The bytes of a page in scratch, uint8."""
-        return torch.frombuffer(self._scratch.page(index)[: self._form.page_bytes], dtype=torch.uint8)
+    def _flat(self, index: int) -> Bytes:
+        """The bytes of a page in scratch."""
+        return np.frombuffer(self._scratch.page(index)[: self._form.page_bytes], np.uint8)
 
 
 def pages_at(pool: Any, form: PageForm, scratch: Scratch, indices: torch.Tensor) -> PageBatch:
@@ -189,20 +197,31 @@ def pages_at(pool: Any, form: PageForm, scratch: Scratch, indices: torch.Tensor)
         return InPlacePages(pool, form, indices)
     slots = [int(slot) for slot in indices[:: pool.page_size]]
 
-    def push(index: int, flat: torch.Tensor) -> None:
-        pool.set_from_flat_data_page(slots[index], flat.view(form.dtype))
+    def pull(index: int) -> Bytes:
+        return _bytes_of(pool.get_data_page(slots[index], flat=False))
 
-    return CopiedPages(form, scratch, len(slots), lambda index: pool.get_data_page(slots[index], flat=False), push)
+    def push(index: int, flat: Bytes) -> None:
+        if form.in_view:
+            page = pull(index)
+            np.copyto(page, flat.reshape(page.shape))
+        else:
+            pool.set_from_flat_data_page(slots[index], torch.from_numpy(flat).view(form.dtype))
+
+    return CopiedPages(form, scratch, len(slots), pull, push)
 
 
 def flat_pages(form: PageForm, scratch: Scratch, tensors: Sequence[torch.Tensor]) -> PageBatch:
     """Pages in tensors of their own, in the order of their parts."""
 
-    def push(index: int, flat: torch.Tensor) -> None:
-        tensors[index].view(torch.uint8).view(-1).copy_(flat)
+    def pull(index: int) -> Bytes:
+        return _bytes_of(tensors[index].reshape(-1))
 
-    return CopiedPages(form, scratch, len(tensors), partial(_as_bytes, tensors), push)
+    def push(index: int, flat: Bytes) -> None:
+        np.copyto(_bytes_of(tensors[index].view(-1)), flat)
+
+    return CopiedPages(form, scratch, len(tensors), pull, push)
 
 
-def _as_bytes(tensors: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    return tensors[index].contiguous().view(-1).view(torch.uint8)
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """A view of the tensor's bytes; its last dimension must be contiguous."""
+    return tensor.view(torch.uint8).numpy()

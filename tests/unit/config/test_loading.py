@@ -52,7 +52,7 @@ def test_defaults() -> None:
     made = config()
     assert made.host is not None
     assert made.storage is not None
-    assert (made.poison, made.device.device, made.device.eviction) == (False, "auto", "lru")
+    assert (made.poison, made.device.device, made.device.eviction) == (False, "auto", "adaptive")
     assert (made.host.pinned, made.host.eviction, made.host.selective_hits) == ("auto", "lru", 2)
     assert (made.host.huge_pages, made.host.numa) == (False, "auto")
     assert (made.storage.backend, made.storage.values, made.storage.durability) == ("lmdb", "slab", "batch")

@@ -10,6 +10,8 @@ from hicache.policies.cohorts import Cohorts
 from hicache.policies.lifetimes import BUCKETS, Lifetimes, age_of, bucket_of
 from hicache.sim.page_policies import BlockCache, BlockRequest
 from hicache.testing.policies import Entry
+from hicache.tree.radix_tree import RadixTree
+from hicache.types import PrefixKey, Tier
 
 
 def test_buckets_are_half_octaves_without_gaps() -> None:
@@ -119,3 +121,24 @@ def test_it_is_lru_where_reuse_is_soon() -> None:
     stream = requests_of([chain for one, two in zip(pairs[::2], pairs[1::2], strict=True) for chain in (one, two) * 2])
     lru, learned = (BlockCache(12, policy).run(stream).hits for policy in ("lru", "adaptive"))
     assert lru == 4 * 1500 and learned > 0.97 * lru
+
+
+def test_the_tree_tells_what_was_evicted_and_cuts_what_comes_back() -> None:
+    tree = RadixTree(16, "adaptive", "adaptive")
+    first = tree.insert(PrefixKey.of(list(range(64))), np.arange(4, dtype=np.int32)).node
+    assert first is not None
+    tree.drop_device(first)
+    again = tree.insert(PrefixKey.of(list(range(128))), np.arange(8, dtype=np.int32))
+    assert [(node.start, node.hits) for node in again.path] == [(0, 1), (64, 0)]
+    assert again.adopted == again.path and again.num_pages == 8
+
+
+def test_a_host_copy_that_goes_is_a_ghost_of_the_host_and_not_of_the_device() -> None:
+    tree = RadixTree(16, "adaptive", "adaptive")
+    node = tree.insert(PrefixKey.of(list(range(64))), np.arange(4, dtype=np.int32)).node
+    assert node is not None
+    tree.commit_fill(tree.begin_fill(Tier.HOST, [node], np.arange(4, dtype=np.int32)))
+    tree.drop_host(node)
+    mirrors, device = tree.ledger.mirrors, tree.ledger.device
+    assert isinstance(mirrors, HitDensity) and isinstance(device, HitDensity)
+    assert len(mirrors._ghosts) == 1 and not len(device._ghosts) and node in device

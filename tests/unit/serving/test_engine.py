@@ -396,7 +396,11 @@ def test_the_report_has_evidence_figures_and_counters(tmp_path: Path) -> None:
     assert (evidence["model"], evidence["dtype"], evidence["seed"]) == ("random", "float32", 5)
     assert evidence["sizes"] == {"device": 20 * PAGE, "host": 10 * PAGE, "storage_bytes": 16 << 20}
     assert evidence["policy"]["queue"] == "fcfs" and "commit" in evidence
-    assert [evidence["policy"][f"{tier}_eviction"] for tier in ("device", "host", "storage")] == ["lru"] * 3
+    assert [evidence["policy"][f"{tier}_eviction"] for tier in ("device", "host", "storage")] == [
+        "adaptive",
+        "lru",
+        "lru",
+    ]
     assert report["run"]["output_tokens"] == 3 and report["cache"]["device"]["total"] == 20
     engine.close()
 

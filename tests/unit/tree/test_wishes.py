@@ -60,6 +60,7 @@ def test_counts_survive_splits_and_evictions() -> None:
     expected.expect("a", PrefixKey.of([1, 2, 3, 4]))
     expected.expect("b", PrefixKey.of([1, 2]))  # cuts the node
     assert [(node.awaited, node.start) for node in nodes(tree)] == [(2, 0), (1, 2)]
+    tree.match(PrefixKey.of([1, 2, 3, 4]), hit=False)  # the same last use for both
     tree.coalesce(nodes(tree))
     assert len(nodes(tree)) == 2, "b's match ends between them"
     victim = tree.ledger.device.first()
