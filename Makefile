@@ -22,7 +22,7 @@ demo-smollm2: $(VENV)/.smollm2
 	@$(BIN)/hicache demo --model smollm2
 
 test: $(VENV)/.dev
-	@$(BIN)/pytest -n 2 --dist worksteal
+	@$(BIN)/pytest -n 2 --dist worksteal --ignore tests/engines
 
 # Each engine in a virtual environment of its own, which run.sh makes.
 test-engines: $(ENGINES:%=test-engines-%)

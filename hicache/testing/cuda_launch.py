@@ -86,7 +86,9 @@ class ShimGpu:
             self.launches.append((name, blocks, threads, num_pages, num_planes))
             planes = [self._memory[address] for address in _raw(table, 8 * num_planes).view(np.uint64).tolist()]
             pages = [_raw(numbers, 4 * num_pages).view(np.int32) for numbers in (device_pages, host_pages)]
-            module.launch(name, Launch(blocks, threads), Pools(planes, self._memory[memory]), (pages[0], pages[1]), first)
+            module.launch(
+                name, Launch(blocks, threads), Pools(planes, self._memory[memory]), (pages[0], pages[1]), first
+            )
 
         return SimpleNamespace(launch=launch)
 

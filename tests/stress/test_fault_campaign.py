@@ -37,8 +37,8 @@ from hicache.layout import KVLayout
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Request, RequestManager
 from hicache.sim.driver import Replay
-from hicache.sim.options import ReplayOptions
 from hicache.sim.generator import ChatWorkload, generate
+from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
 from hicache.sim.result import ReplayResult
 from hicache.storage_backends import filesystem

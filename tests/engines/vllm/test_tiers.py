@@ -90,3 +90,16 @@ def test_preempted_requests_give_the_same_answers(model: str, tiers: Tiers) -> N
     assert metrics["vllm:num_preemptions"] > 0
     assert again["cached"] == [192] * 6
     assert state["pins"] == state["open_jobs"] == 0 and state["owned_pages"] == state["entries"]
+
+
+def test_two_ranks_share_the_index_and_keep_pages_of_their_own(
+    model: str, reference: list[list[int]], tiers: Tiers
+) -> None:
+    ranks = {"tensor_parallel_size": 2}
+    file = tiers()
+    steps = [["generate", PAIR[:1]], ["reset", False], ["generate", PAIR[:1]]]
+    cold, _, host = run_engine(steps, model=model, tiers=file, engine=ranks)
+    (disk,) = run_engine(steps[:1], model=model, tiers=file, engine=ranks)
+    (alone,) = run_engine(steps[:1], model=model, tiers=file)  # no page of the ranks is one of the whole model
+    assert cold["tokens"] == host["tokens"] == disk["tokens"] == alone["tokens"] == reference[:1]
+    assert [one["cached"] for one in (cold, host, disk, alone)] == [[0], [992], [992], [0]]

@@ -279,7 +279,7 @@ def test_pipeline_stages_must_say_how_many_layers_they_hold() -> None:
         (
             "policy: timeout",
             "policy: timeout\n    admission: {policy: hit}",
-            "t.yaml:19: tiers[2].admission.policy: 'hit' is not one of 'all', 'hits', 'tinylfu' or 'priority', did you mean",
+            "t.yaml:19: tiers[2].admission.policy: 'hit' is not one of 'all', 'hits', 'tinylfu' or 'priority', did you",
         ),
         ("  dtype: float16", "  tp_rank: 1", "t.yaml:6: model.tp_rank: 1 must be less than tp_size, which is 1"),
         ("  dtype: float16", "  tp_size: 3", "t.yaml:6: model.tp_size: 3 ranks cannot share 2 KV heads evenly"),
