@@ -15,6 +15,7 @@ EXTRAS = {
     "compiled": ("numba",),
     "serve": ("starlette", "uvicorn"),
     "serving": ("gguf", "safetensors", "tokenizers"),
+    "transformers": ("transformers",),
 }
 """Distributions that each extra adds. CuPy has checks of its own."""
 
