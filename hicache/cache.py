@@ -137,8 +137,9 @@ class HiCache:
     def _worth_loading(self, match: PrefixMatch) -> tuple[PrefixMatch, HostLoad]:
         """The part of a match that is to be used. What is on its way to the device already costs nothing more."""
         choice = self.tiers.loads.from_host(match.device_len, match.host_hit_len, len(match.key) + 1)
-        nodes = match.path[match.device_nodes :]
-        if choice.tokens == choice.found or any(node.residency[Tier.DEVICE] is not ABSENT for node in nodes):
+        if choice.tokens == choice.found:
+            return match, choice
+        if any(node.residency[Tier.DEVICE] is not ABSENT for node in match.path[match.device_nodes :]):
             return match, HostLoad(choice.found, choice.found)
         return self.match_prefix(match.key.head(match.device_len + choice.tokens)), choice
 

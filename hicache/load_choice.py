@@ -83,8 +83,8 @@ class StorageLoad(NamedTuple):
 
 
 class LoadChoice:
-    """The one owner of the choice. Lengths in tokens; `host_page` and `stored_page` are bytes of a page as it lies on
-    the host and as it is read from storage. `overlap` is the chunk whose compute hides a load. auto takes `costs`.
+    """The one owner of the choice. Lengths in tokens. `overlap` is the chunk whose compute hides a load. auto takes
+    `costs`.
     """
 
     def __init__(

@@ -55,14 +55,14 @@ def read_limits(root: Path = Path("/")) -> list[MemoryLimit]:
 
 
 def _machine(root: Path) -> Iterator[MemoryLimit]:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield MemoryLimit("MemAvailable", int(line.split()[1]) * 1024)
 
 
 def _cgroups(root: Path) -> Iterator[MemoryLimit]:
     mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             yield from _hierarchy(mount / "memory", path, _V1)
@@ -79,7 +79,7 @@ def _hierarchy(mount: Path, path: str, files: _CgroupFiles) -> Iterator[MemoryLi
 
 
 def _cgroup_limit(folder: Path, files: _CgroupFiles) -> MemoryLimit | None:
-    limit, usage = _read(folder / files.limit).strip(), _read(folder / files.usage).strip()
+    limit, usage = read_text(folder / files.limit).strip(), read_text(folder / files.usage).strip()
     if not (limit.isdigit() and usage.isdigit()) or int(limit) > _V1_UNLIMITED:
         return None
     # Page cache counts as usage, but the kernel gives its inactive part back before it refuses memory.
@@ -88,12 +88,12 @@ def _cgroup_limit(folder: Path, files: _CgroupFiles) -> MemoryLimit | None:
 
 
 def _stat(folder: Path, key: str) -> int:
-    fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    fields = (line.split() for line in read_text(folder / "memory.stat").splitlines())
     return next((int(field[1]) for field in fields if field[0] == key), 0)
 
 
-def _read(path: Path) -> str:
-    """Text of a file; empty where it is missing or unreadable, as on another system or in a sandbox."""
+def read_text(path: Path) -> str:
+    """Text of a file of the system; empty where it is missing or unreadable, as on another system or in a sandbox."""
     try:
         return path.read_text()
     except OSError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hicache.errors import ConfigError
+from hicache.host_pool.budget import read_text
 from hicache.kernels.cuda_source import load_cupy
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -22,16 +23,19 @@ MPOL_BIND would have the kernel kill a process whose node is full, although memo
 on the other socket costs speed only.
 """
 
+_SYSFS_BUS = len("0000:00:00.0")
+"""Drivers may write the domain in eight digits, sysfs writes four."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def memory_nodes(root: Path = Path("/")) -> list[int]:
     """Nodes that have memory this process may use; empty on a system without NUMA."""
-    present = _numbers(_read(root / "sys/devices/system/node/has_memory"))
+    present = _numbers(read_text(root / "sys/devices/system/node/has_memory"))
     allowed = [
         line.partition(":")[2]
-        for line in _read(root / "proc/self/status").splitlines()
+        for line in read_text(root / "proc/self/status").splitlines()
         if line.startswith("Mems_allowed_list:")
     ]
     return sorted(present & _numbers(allowed[0]) if allowed else present)
@@ -45,7 +49,7 @@ def resolve_numa(numa: int | Literal["auto"] | None, device: str) -> int | None:
     """
     if numa != "auto":
         return numa
-    node = None if device == "cpu" else _node_of_bus(_bus_id(device))
+    node = None if device == "cpu" else node_of_bus(_bus_id(device))
     return node if node is not None and node_problem(node) is None else None
 
 
@@ -99,9 +103,9 @@ def _bus_id(device: str) -> str:
     return name
 
 
-def _node_of_bus(bus_id: str, root: Path = Path("/")) -> int | None:
+def node_of_bus(bus_id: str, root: Path = Path("/")) -> int | None:
     """The node that a PCI device is attached to; None where the machine does not say (-1, or no such file)."""
-    text = _read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node").strip()
+    text = read_text(root / "sys/bus/pci/devices" / bus_id.lower()[-_SYSFS_BUS:] / "numa_node").strip()
     return int(text) if text.isdigit() else None
 
 
@@ -112,11 +116,3 @@ def _numbers(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
-
-
-def _read(path: Path) -> str:
-    """Text of a file; empty where it is missing or unreadable."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

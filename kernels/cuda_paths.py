@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from hicache.kernels.cuda_pools import CudaPools, PageBatch
 from hicache.kernels.cuda_source import Kernel, kernel
 
 PathName = Literal["direct", "staged", "kernel"]
+
+Arguments: TypeAlias = tuple[object, ...]
+"""Of a kernel: table, host memory, device pages, host pages, their number, the number of planes, where these begin."""
 
 THREADS = 1024
 STAGING_BYTES = 64 << 20
@@ -58,6 +61,21 @@ class PageKernels(Protocol):
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """Some planes of a batch's host pages to its device pages."""
         ...
+
+
+def gather_arguments(batch: PageBatch, start: int, count: int, target: Target) -> Arguments:
+    """Of a kernel that gathers all planes of `count` pages of a batch, from number `start` on."""
+    planes, pages = batch.pools.planes, batch.on_gpu[0] + 4 * start
+    numbers = np.uint32(count), np.uint32(len(planes)), np.uint64(0)
+    return planes.table_address, target.memory, pages, target.pages, *numbers
+
+
+def scatter_arguments(batch: PageBatch, first_plane: int, count: int, first: int) -> Arguments:
+    """Of a kernel that scatters `count` planes of a batch; `first` says where they begin in a host page, in the
+    kernel's own terms."""
+    table = batch.pools.planes.table_address + 8 * first_plane
+    numbers = np.uint32(len(batch)), np.uint32(count), np.uint64(first)
+    return table, batch.pools.host_address, *batch.on_gpu, *numbers
 
 
 class Path(ABC):
@@ -166,37 +184,20 @@ class CopyKernels:
         self._scatter = kernel("copy.cu", "scatter_pages", index, macros)
         self.many = torch.cuda.get_device_properties(pools.device).multi_processor_count
         self.few = max(2, self.many // _SHARE)
-        self._table = pools.planes.table.data_ptr()
         self._block_bytes = THREADS * pools.vector_bytes
 
     def gather(self, batch: PageBatch, start: int, count: int, target: Target, blocks: int) -> None:
         """See PageKernels."""
-        pools = self._pools
-        arguments = (
-            self._table,
-            target.memory,
-            batch.on_gpu[0] + 4 * start,
-            target.pages,
-            np.uint32(count),
-            np.uint32(pools.num_planes),
-            np.uint64(0),
-        )
-        self._launch(self._gather, blocks, count * pools.page_bytes, arguments, batch.stream)
+        arguments = gather_arguments(batch, start, count, target)
+        self._launch(self._gather, blocks, count * self._pools.page_bytes, arguments, batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """See PageKernels."""
-        pools = self._pools
-        arguments = (
-            self._table + 8 * first_plane,
-            pools.host_address,
-            *batch.on_gpu,
-            np.uint32(len(batch)),
-            np.uint32(count),
-            np.uint64(first_plane * pools.plane_bytes),
-        )
-        self._launch(self._scatter, self.few, len(batch) * count * pools.plane_bytes, arguments, batch.stream)
+        size = self._pools.plane_bytes
+        arguments = scatter_arguments(batch, first_plane, count, first_plane * size)
+        self._launch(self._scatter, self.few, len(batch) * count * size, arguments, batch.stream)
 
-    def _launch(self, function: Kernel, blocks: int, nbytes: int, arguments: tuple[object, ...], stream: int) -> None:
+    def _launch(self, function: Kernel, blocks: int, nbytes: int, arguments: Arguments, stream: int) -> None:
         """No more blocks than have something to copy."""
         useful = -(-nbytes // self._block_bytes)
         if useful:

@@ -14,7 +14,8 @@ from hicache.errors import ProtocolError
 class CudaPlanes:
     """Planes on one GPU, in the order of the layout: each uint8 (num_pages, plane_bytes), contiguous.
 
-    `addresses` are theirs, uint64 (num_planes,); `table` is the same on the GPU, int64. Raises ProtocolError for
+    `addresses` are theirs, uint64 (num_planes,); `table` is the same on the GPU, int64, at
+    `table_address`. Raises ProtocolError for
     tensors of different shapes or devices.
     """
 
@@ -30,6 +31,7 @@ class CudaPlanes:
         self.device = first.device
         self.addresses: npt.NDArray[np.uint64] = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self.table = torch.from_numpy(self.addresses.view(np.int64)).to(first.device)
+        self.table_address = self.table.data_ptr()
 
     def __len__(self) -> int:
         return len(self.tensors)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import gcd
 
-import numpy as np
 import torch
 
-from hicache.kernels.cuda_paths import Target
+from hicache.kernels.cuda_paths import Target, gather_arguments, scatter_arguments
 from hicache.kernels.cuda_pools import CudaPools, PageBatch
 from hicache.kernels.cuda_source import kernel
 from hicache.layout import HostFormat, round_up
@@ -29,7 +28,6 @@ class QuantiseKernels:
     """See PageKernels. Host pages are those of `form`, byte for byte."""
 
     def __init__(self, pools: CudaPools, form: HostFormat) -> None:
-        self._pools = pools
         index, width = pools.device.index, _vector_bytes(pools, form)
         macros = (
             ("DTYPE", f"DTYPE_{form.layout.dtype}"),
@@ -47,34 +45,17 @@ class QuantiseKernels:
         under_way = min(self._threads * width, form.plane_values)
         self.few = min(processors, -(-_IN_FLIGHT_BYTES // under_way))
         self.many = _MANY * processors
-        self._table = pools.planes.table.data_ptr()
 
     def gather(self, batch: PageBatch, start: int, count: int, target: Target, blocks: int) -> None:
         """See PageKernels."""
-        num_planes = self._pools.num_planes
-        arguments = (
-            self._table,
-            target.memory,
-            batch.on_gpu[0] + 4 * start,
-            target.pages,
-            np.uint32(count),
-            np.uint32(num_planes),
-            np.uint64(0),
-        )
-        self._gather.launch(min(blocks, count * num_planes), self._threads, arguments, batch.stream)
+        arguments = gather_arguments(batch, start, count, target)
+        self._gather.launch(min(blocks, count * batch.pools.num_planes), self._threads, arguments, batch.stream)
 
     def scatter(self, batch: PageBatch, first_plane: int, count: int) -> None:
         """See PageKernels."""
         if not count:
             return
-        arguments = (
-            self._table + 8 * first_plane,
-            self._pools.host_address,
-            *batch.on_gpu,
-            np.uint32(len(batch)),
-            np.uint32(count),
-            np.uint64(first_plane),
-        )
+        arguments = scatter_arguments(batch, first_plane, count, first_plane)
         self._scatter.launch(min(self.few, len(batch) * count), self._threads, arguments, batch.stream)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from hicache.errors import ConfigError
 
-_FOLDER = Path(__file__).parent / "cuda"
+FOLDER = Path(__file__).parent / "cuda"
+"""Where the sources are, also where the package is installed: they are compiled on the machine that runs them."""
+
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
@@ -74,4 +76,4 @@ def source(file: str) -> str:
 
 
 def _read(file: str) -> str:
-    return (_FOLDER / file).read_text()
+    return (FOLDER / file).read_text()

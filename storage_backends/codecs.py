@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from hicache.errors import ConfigError
-from hicache.layout import KVLayout
+from hicache.layout import HostFormat, KVLayout
 
 if TYPE_CHECKING:  # they import this module
     from hicache.storage_backends.codecs_quantised import QuantisedCodec
@@ -69,6 +69,11 @@ def create_quantiser(name: str, layout: KVLayout) -> QuantisedCodec:
     from hicache.storage_backends.codecs_quantised import Fp8Codec, Int8Codec
 
     return {"fp8": Fp8Codec, "int8": Int8Codec}[name](layout)
+
+
+def quantiser_of(form: HostFormat) -> QuantisedCodec | None:
+    """The codec of host pages; None if they are as the device has them."""
+    return create_quantiser(form.codec, form.layout) if form.quantised else None
 
 
 def _create_lossless(name: str, layout: KVLayout) -> Codec:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hicache.bench.progress import Progress
 from hicache.bench.serving import compute_threads
 from hicache.bench.storage_media import Job, batch_keys, measure_store, random_pages, scratch_folder
 from hicache.config.units import format_duration, format_rate
@@ -40,8 +41,6 @@ from hicache.transfer.tickets import CopyTicket
 MODEL = "random:layers=8,heads=8,kv_heads=4,head_dim=64,hidden=512,ffn=1408"
 _LEAST_LATENCY = 1e-6
 _PAGES_LOOKED_UP = 64
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from hicache.bench.gpu_model import Progress
+from hicache.bench.progress import Progress
 from hicache.device_pool import DevicePool, resolve_device
 from hicache.errors import IntegrityError
 from hicache.host_pool.pinning import CudaRegistrar

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from hashlib import sha256
 from math import sqrt
 
@@ -12,8 +11,6 @@ import torch
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.tensors import TORCH_DTYPES, Shape, expected_shapes
-
-Progress = Callable[[str], None]
 
 LLAMA_1B = ModelGeometry(
     layers=16,

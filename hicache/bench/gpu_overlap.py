@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache.bench.gpu_model import Progress, draw_tokens
+from hicache.bench.gpu_model import draw_tokens
+from hicache.bench.progress import Progress
 from hicache.build import build_cache
 from hicache.device_pool import resolve_device
 from hicache.errors import IntegrityError

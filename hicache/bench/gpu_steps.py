@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu_model import Progress
+from hicache.bench.progress import Progress
 from hicache.build import build_cache, build_requests
 from hicache.cache import HiCache
 from hicache.config import config_from_mapping

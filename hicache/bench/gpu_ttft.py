@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache.bench.gpu_model import Progress, draw_tokens
+from hicache.bench.gpu_model import draw_tokens
+from hicache.bench.progress import Progress
 from hicache.errors import CapacityError, IntegrityError
 from hicache.serving.engine import Engine, Surroundings
 from hicache.serving.loaded import LoadedModel

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hicache.bench.progress import Progress
 from hicache.bench.storage_media import Job, measure_raw, random_pages, scratch_folder
 from hicache.errors import IntegrityError
 from hicache.serving.blocks import Chunk
@@ -46,8 +47,6 @@ SOURCES = {"device": (), "host": (Tier.DEVICE,), "storage": (Tier.DEVICE, Tier.H
 _BATCH = 16
 _VARIANTS = {"device": 1, "device and host": 2, "device, host and disk": 3}
 """Caches whose throughput is compared with none, with the number of their tiers."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hicache.bench.progress import Progress
 from hicache.layout import KVLayout
 from hicache.types import PrefixKey
 
@@ -53,7 +54,7 @@ def run(
     folder: Path | None = None,
     backend: str = "lmdb",
     quick: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Measure with a store in a new folder inside `folder` (default: the system's for temporary files).
 

@@ -6,11 +6,11 @@ of "raw synced" after each batch, as the index of a store if `durability` says s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hicache.bench.progress import Progress
 from hicache.bench.storage_media import (
     GIB,
     Job,
@@ -32,7 +32,7 @@ def run(
     batch: int = 16,
     total_bytes: int = GIB,
     durability: Durability = "batch",
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Measure in a new folder inside `path`, which is removed at the end.
 

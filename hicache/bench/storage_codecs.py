@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hicache.bench.progress import Progress
 from hicache.bench.storage_media import Job, measure_store
 from hicache.errors import ConfigError
 from hicache.layout import KVLayout
@@ -17,7 +17,7 @@ LAYOUT = KVLayout(num_layers=16, num_kv_heads=8, head_dim=128, page_size=32, dty
 BATCH = 16
 
 
-def run_codecs(path: Path, total_bytes: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def run_codecs(path: Path, total_bytes: int, progress: Progress) -> dict[str, Any]:
     """Write and read `total_bytes` bytes of pages through a store with each codec, in a new folder in `path`.
 
     Returns {codec: {write, read: {gb_per_s, cpu_s_per_gib}, ratio, slot_ratio, error}}: `ratio` of encoded bytes to

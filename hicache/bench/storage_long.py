@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hicache.bench.progress import Progress
 from hicache.bench.storage_media import (
     GIB,
     batch_keys,
@@ -85,7 +86,7 @@ def run_long(
     turnovers: int = 5,
     page_bytes: int = 2 << 20,
     batch: int = 16,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """Write `turnovers` times `set_bytes` bytes to a store with that budget and to a raw file, then read what is there.
 
@@ -104,7 +105,7 @@ class _Long:
     turnovers: int
     layout: KVLayout
     batch: int
-    progress: Callable[[str], None]
+    progress: Progress
     allocated_bytes: int = 0
     wrong_pages: int = 0
     missing_pages: int = 0

@@ -26,6 +26,10 @@ THROUGHPUT_TARGET = 0.98
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A short run to see that it works; its figures mean little.")]
+ModelSpec = Annotated[
+    str | None,
+    typer.Option("--model", metavar="SPEC", help="As for serve (default: a made-up one).", show_default=False),
+]
 Folder = Annotated[
     Path | None,
     typer.Option("--path", metavar="DIR", help="Folder on the disk to measure (default: for temporary files)."),
@@ -103,10 +107,7 @@ def serving(
     as_json: AsJson = False,
     quick: Quick = False,
     folder: Folder = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="SPEC", help="As for serve (default: a made-up one).", show_default=False),
-    ] = None,
+    model: ModelSpec = None,
     threads: Annotated[
         int | None,
         typer.Option("--threads", min=1, help="Threads that compute (default: half the cores).", show_default=False),
@@ -128,10 +129,7 @@ def calibrate(
     as_json: AsJson = False,
     quick: Quick = False,
     folder: Folder = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="SPEC", help="As for serve (default: a made-up one).", show_default=False),
-    ] = None,
+    model: ModelSpec = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[
         Path | None,

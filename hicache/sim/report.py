@@ -55,7 +55,7 @@ def to_table(result: ReplayResult, verified: bool) -> RenderableType:
 
 def tokens_table(result: ReplayResult) -> Table:
     """Prompt tokens by where their KV came from."""
-    table = _table("prompt tokens", "tokens", "share")
+    table = plain_table("prompt tokens", "tokens", "share")
     total = max(result.prompt_tokens, 1)
     for tier, tokens in result.hit_tokens.items():
         table.add_row(f"hit on {tier}", f"{tokens:,}", f"{tokens / total:.1%}")
@@ -66,7 +66,7 @@ def tokens_table(result: ReplayResult) -> Table:
 
 def pages_table(result: ReplayResult, moved: bool = False) -> Table:
     """Pages demoted and dropped, what failed; with `moved` the bytes, too."""
-    table = _table("what happened", "amount")
+    table = plain_table("what happened", "amount")
     _add_rows(table, "pages demoted", _edges(result.demoted_pages), _count)
     _add_rows(table, "pages dropped", result.dropped_pages, _count)
     if moved:
@@ -108,7 +108,8 @@ def _verdict(result: ReplayResult) -> Text:
     return Text(text, "bold red" if result.wrong_pages else "bold green")
 
 
-def _table(title: str, *columns: str) -> Table:
+def plain_table(title: str, *columns: str) -> Table:
+    """A table without lines: `title` is its first column, the others are numbers."""
     table = Table(title, box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right")

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hicache.sim.report import format_bytes, pages_table, to_json, tokens_table
+from hicache.sim.report import format_bytes, pages_table, plain_table, to_json, tokens_table
 from hicache.sim.simulate import SimResult
 
 _OF_BYTES = ("checked_pages", "wrong_pages", "poisoned_pages", "wrong_examples")
@@ -50,14 +50,14 @@ def sim_table(result: SimResult) -> RenderableType:
 
 
 def _times_table(result: SimResult) -> Table:
-    table = _table("modelled", "mean", "p50", "p99")
+    table = plain_table("modelled", "mean", "p50", "p99")
     for name, times in (("time to first token", result.ttft), ("of that in the queue", result.queued)):
         table.add_row(name, *(_time(seconds) for seconds in (times.mean, times.p50, times.p99)))
     return table
 
 
 def _edges_table(result: SimResult) -> Table:
-    table = _table("worked", "bytes", "busy")
+    table = plain_table("worked", "bytes", "busy")
     total = max(result.virtual_seconds, 1e-9)
     for name, seconds in result.busy.items():
         moved = result.replay.moved_bytes.get(name, 0)
@@ -68,7 +68,7 @@ def _edges_table(result: SimResult) -> Table:
 
 def _choices_table(result: SimResult) -> Table:
     """Of the policy auto."""
-    table = _table("load or recompute", "amount")
+    table = plain_table("load or recompute", "amount")
     for name, count in result.stats.load_choices.items():
         table.add_row(name.replace("_", ": "), f"{count:,}")
     for tier, tokens in result.stats.declined_tokens.items():
@@ -91,10 +91,3 @@ def _time(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * _MS:,.1f} ms"
     return f"{seconds:,.2f} s"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title, box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table

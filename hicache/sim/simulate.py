@@ -23,7 +23,6 @@ from hicache.device_pool import DevicePool
 from hicache.errors import ConfigError
 from hicache.host_pool.pool import POISON_BYTE, HostPool
 from hicache.kernels.dispatch import bind
-from hicache.layout import HostFormat
 from hicache.requests import Request
 from hicache.sim.compute import Compute, StandInCompute
 from hicache.sim.driver import Progress, Replay, ignore_progress
@@ -41,8 +40,7 @@ from hicache.sim.workload import TraceRequest
 from hicache.stats import CacheStats
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.budget import BudgetPlan, page_cost
-from hicache.storage_backends.codecs import create_quantiser
-from hicache.storage_backends.codecs_quantised import QuantisedCodec
+from hicache.storage_backends.codecs import quantiser_of
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.transfer.copy_engine import CopyEngine
@@ -173,7 +171,7 @@ class _Simulation:
         host = config.capacity(Tier.HOST)
         if host is not None:
             host_pool = self._host_pool(host.num_pages)
-            inner = bind(pool.planes, host_pool.array, False, _quantiser(host_pool.format)) if real else None
+            inner = bind(pool.planes, host_pool.array, False, quantiser_of(host_pool.format)) if real else None
             copier = TimedCopier(host_pool.format, self._costs, self._d2h, self._h2d, inner)
             tiers.host = wire_host(config, host_pool, CopyEngine(host_pool.format, copier, self._d2h, self._h2d))
         if config.storage is not None:
@@ -223,10 +221,6 @@ class _Simulation:
         )
         self._undo.callback(backend.close)
         return backend
-
-
-def _quantiser(form: HostFormat) -> QuantisedCodec | None:
-    return create_quantiser(form.codec, form.layout) if form.quantised else None
 
 
 _STORE_RULES = ("eviction", "ttl", "quota_bytes")

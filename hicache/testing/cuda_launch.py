@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.kernels import cuda_paths, cuda_quantised, cuda_source
+from hicache.kernels import cuda_paths, cuda_quantised
 from hicache.kernels.base import Bytes2D
 from hicache.kernels.cuda_copier import CudaCopier
 from hicache.kernels.cuda_driver import Addresses
 from hicache.kernels.cuda_paths import PathName, StagedPath
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.kernels.cuda_pools import PageBatch
+from hicache.kernels.cuda_source import FOLDER
 from hicache.layout import HostFormat
 from hicache.testing.cuda_shim import Launch, Pools, Shim
 
 PROCESSORS = 16
-FOLDER = Path(cuda_source.__file__).parent / "cuda"
 
 
 @dataclass

@@ -12,7 +12,7 @@ from hicache.host_pool.pool import HostPool
 from hicache.kernels.base import PageCopier
 from hicache.kernels.dispatch import bind
 from hicache.layout import HostFormat
-from hicache.storage_backends.codecs import create_quantiser
+from hicache.storage_backends.codecs import quantiser_of
 from hicache.streams import create_stream
 from hicache.streams.base import Event, Stream
 from hicache.transfer.tickets import CopyTicket, LoadTicket
@@ -50,8 +50,7 @@ class CopyEngine:
         check_layouts(device_pool, host_pool)
         form = host_pool.format
         device = device_pool.device if host_pool.pinned else "cpu"
-        quantiser = create_quantiser(form.codec, form.layout) if form.quantised else None
-        copier = bind(device_pool.planes, host_pool.array, host_pool.pinned, quantiser)
+        copier = bind(device_pool.planes, host_pool.array, host_pool.pinned, quantiser_of(form))
         return cls(form, copier, create_stream(device, "d2h"), create_stream(device, "h2d", priority=-1))
 
     def backup(self, device_pages: PageIndices, host_pages: PageIndices, after: Event | None = None) -> CopyTicket:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib.resources import files
 
+from hicache.kernels.cuda_source import FOLDER
 from hicache.observability.doctor.finding import Finding
 from hicache.observability.doctor.probes import Facts
 
@@ -41,5 +41,4 @@ def check_cuda_copies(facts: Facts, others: Iterable[Finding], sources: list[str
 
 def cuda_sources() -> list[str]:
     """Names of the .cu files that came with this installation."""
-    folder = files("hicache.kernels") / "cuda"
-    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".cu")) if folder.is_dir() else []
+    return sorted(path.name for path in FOLDER.glob("*.cu"))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.config.units import format_bytes
+from hicache.host_pool.budget import read_text
+from hicache.host_pool.numa import node_of_bus
 from hicache.observability.doctor.facts import DriverFacts, Gpu, TorchFacts
 from hicache.observability.doctor.finding import Finding, dotted
 
@@ -85,17 +87,12 @@ def _why_no_gpu() -> str:
 def _has_nvidia_card(root: Path) -> bool:
     """A display or 3D controller of NVIDIA on the PCI bus."""
     cards = root.glob("sys/bus/pci/devices/*")
-    return any(_line(card / "vendor") == _NVIDIA and _line(card / "class").startswith("0x03") for card in cards)
+    return any(
+        read_text(card / "vendor").strip() == _NVIDIA and read_text(card / "class").startswith("0x03") for card in cards
+    )
 
 
 def _numa_node(pci: str, root: Path) -> str:
     """A note on where the card is attached; nothing on a machine that does not tell (-1)."""
-    node = _line(root / "sys/bus/pci/devices" / pci[-12:] / "numa_node")  # sysfs writes a domain of 4 digits
-    return f", NUMA node {node}" if node.isdigit() else ""
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    node = node_of_bus(pci, root)
+    return f", NUMA node {node}" if node is not None else ""

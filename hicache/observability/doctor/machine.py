@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.config.units import format_bytes
-from hicache.host_pool.budget import read_limits
+from hicache.host_pool.budget import read_limits, read_text
 from hicache.observability.doctor.finding import Finding
 
 AREA = "memory"
@@ -42,21 +42,14 @@ def check_numa(root: Path) -> Finding:
     nodes = sorted(folders, key=lambda folder: int(folder.name.removeprefix("node")))
     if len(nodes) < 2:
         return Finding(AREA, "NUMA nodes", "1")
-    cpus = ", ".join(f"{node.name} has CPUs {_read(node / 'cpulist') or 'none'}" for node in nodes)
+    cpus = ", ".join(f"{node.name} has CPUs {read_text(node / 'cpulist').strip() or 'none'}" for node in nodes)
     return Finding(AREA, "NUMA nodes", f"{len(nodes)}: {cpus}")
 
 
 def check_huge_pages(root: Path) -> Finding:
     path = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    setting = _read(path).partition("[")[2].partition("]")[0]
+    setting = read_text(path).partition("[")[2].partition("]")[0]
     if setting in ("always", "madvise"):
         return Finding(AREA, "huge pages", f"transparent: {setting}")
     mend = f"huge host arenas want them: echo madvise > {path}, as root"
     return Finding(AREA, "huge pages", f"transparent: {setting or 'unknown'}", "note", mend)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -72,9 +72,9 @@ def test_auto_is_the_node_of_the_gpu(
 ) -> None:
     if said is not None:
         write(tmp_path / "sys/bus/pci/devices/0000:8d:00.0/numa_node", said)
-    of_bus = numa_module._node_of_bus
+    of_bus = numa_module.node_of_bus
     monkeypatch.setattr(numa_module, "_bus_id", lambda device: {"cuda:3": "0000:8D:00.0"}[device])
-    monkeypatch.setattr(numa_module, "_node_of_bus", lambda bus: of_bus(bus, tmp_path))
+    monkeypatch.setattr(numa_module, "node_of_bus", lambda bus: of_bus(bus, tmp_path))
     monkeypatch.setattr(numa_module, "node_problem", lambda node: None if usable else "not here")
     assert resolve_numa("auto", "cuda:3") == node
 

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hicache.kernels import cuda_source
-from hicache.kernels.cuda_source import source
-
-FOLDER = Path(cuda_source.__file__).parent / "cuda"
+from hicache.kernels.cuda_source import FOLDER, source
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("*.cu")))
