@@ -30,10 +30,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how the kernel is to place an arena: in transparent huge pages, on a NUMA node (None: anywhere)."""
+    """Where and how the kernel is to place an arena: in transparent huge pages, on a NUMA node (None: anywhere).
+
+    `populate`: all of it is there from the start; else memory comes page by page, with the first write to each.
+    """
 
     huge_pages: bool = False
     numa_node: int | None = None
+    populate: bool = False
 
 
 ANYWHERE = Placement()

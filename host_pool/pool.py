@@ -23,7 +23,7 @@ POISON_BYTE = 0xDB
 
 @dataclass(frozen=True)
 class ArenaStartup:
-    """What making an arena took, and what came of it. An unpinned one gets its memory when it is first written."""
+    """What making an arena took, and what came of it."""
 
     allocate_seconds: float
     pin_seconds: float
@@ -68,7 +68,7 @@ class HostPool:
         # A fork would make the pages copy-on-write: this process's next write could go to a new page, while the
         # GPU still copies from and to the old one.
         arena = allocate_aligned(self.nbytes, placement, fork=not pinned)
-        if pinned:
+        if pinned or placement.populate:
             prefault(arena)
         allocated = time.perf_counter()
         registration = Registration(arena, self.page_stride, registrar) if pinned and registrar else None

@@ -107,7 +107,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.store(self._bound_plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.finished_loads() if self._worker is not None else None
+        if self._worker is None:
+            return None, None
+        self._worker.rest(self._bound_plan())
+        return None, self._worker.finished_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()

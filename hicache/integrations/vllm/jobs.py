@@ -69,7 +69,7 @@ class Persist:
 @dataclass
 class StepPlan(KVConnectorMetadata):
     """The jobs of one step: loads may be under way for several, stores end with it. `cancelled` are jobs whose
-    result nobody waits for any more; they still report."""
+    result nobody waits for any more; they still report. `idle`: the step computes nothing."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -77,6 +77,7 @@ class StepPlan(KVConnectorMetadata):
     reads: list[Read] = field(default_factory=list)
     persists: list[Persist] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

@@ -150,6 +150,7 @@ class CacheScheduler:
                 assert tables is not None
                 self._store(track, whole, tables[0])
         plan, self._fetches.plan = self._fetches.plan, StepPlan()
+        plan.idle = not output.num_scheduled_tokens
         return plan
 
     def _store(self, track: Track, whole: int, blocks: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ It decides nothing: it runs the jobs of each step's plan and reports what came o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger("vllm.hicache")
+
+_REST_SECONDS = 200e-6
 
 Blocks = Sequence[torch.Tensor]
 """One tensor a layer, uint8 (num_blocks, plane_bytes): the engine's own memory."""
@@ -169,6 +172,12 @@ class RankWorker:
 
     # ---- reporting --------------------------------------------------------------------------
 
+    def rest(self, plan: StepPlan) -> None:
+        """Between two looks at what is under way, in a step that computes nothing. An engine within its caller's
+        process takes step after step then, and would keep the interpreter's lock from the threads it waits for."""
+        if plan.idle and (self._loads or self._asked):
+            time.sleep(_REST_SECONDS)
+
     def finished_loads(self) -> set[str]:
         """Requests whose load has ended, well or not, since the last call."""
         self._look_at_loads()
@@ -245,7 +254,8 @@ def _host_pool(settings: CacheConfig, device: str) -> HostPool:
     host, capacity = settings.host, settings.capacity(Tier.HOST)
     assert host is not None and capacity is not None
     pinned = resolve_pinned(host.pinned, device)
-    placement = Placement(host.huge_pages, resolve_numa(host.numa, device))
+    # A step would wait for the kernel to clear each page that is stored to for the first time.
+    placement = Placement(host.huge_pages, resolve_numa(host.numa, device), populate=True)
     try:
         check_host_budget(host.local_ranks * capacity.nbytes)
         registrar = CudaRegistrar(device) if pinned else None

@@ -350,3 +350,10 @@ def test_the_extra_configuration_names_one_file() -> None:
         config_file({"confg": "tiers.yaml"})
     with pytest.raises(ConfigError, match="name the file of the tiers"):
         config_file({})
+
+
+def test_workers_are_told_when_a_step_computes_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    request = rig.admit("a", list(range(40)))
+    assert rig.step().idle
+    assert not rig.step((request, 0, 40)).idle

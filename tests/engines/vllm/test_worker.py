@@ -109,6 +109,20 @@ def test_nothing_is_stored_on_top_of_a_load_that_failed(rank: Rank) -> None:
     assert rank.worker.finished_loads() == {"b"} and rank.worker.failed_blocks() == {4}
 
 
+def test_a_step_that_computes_nothing_rests_while_something_is_under_way(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("hicache.integrations.vllm.worker.time.sleep", rests.append)
+    rank.worker.rest(StepPlan(idle=True))
+    assert rests == []
+    rank.worker.begin(StepPlan(lookups=[Lookup(1, KEYS[:1])]))
+    rank.worker.rest(StepPlan())
+    assert rests == []
+    rank.worker.rest(StepPlan(idle=True))
+    assert len(rests) == 1
+
+
 def test_kernel_blocks_and_layers_within_blocks_are_one_row() -> None:
     spec = SimpleNamespace(page_size_bytes=2 * 16 * 8 * 4)
     cache: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[SimpleNamespace(layer_names=["x"], kv_cache_spec=spec)])

@@ -116,6 +116,8 @@ def test_pinned_memory_is_there_before_it_is_registered_and_not_in_a_fork(monkey
     done.clear()
     HostPool(LAYOUT, 2)
     assert done == [("fork", True)], "unpinned memory is taken when it is first used"
+    HostPool(LAYOUT, 2, placement=Placement(populate=True))
+    assert done[1:] == [("fork", True), ("prefault", pool.nbytes)], "unless it was asked for"
 
 
 def test_a_pool_that_is_not_closed_is_unpinned_before_its_memory_goes(is_mapped: Callable[[int], bool]) -> None:
