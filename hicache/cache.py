@@ -351,6 +351,8 @@ class HiCache:
         """Raise IntegrityError unless every invariant holds and every page has exactly one owner."""
         owned = [pages for owner in self._owners for pages in owner()] if self._owners else None
         check_cache(self.tiers, owned)
+        if self._expected is not None:
+            self._expected.check()
 
     @property
     def loading(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.cache import HiCache
+from hicache.costs import Costs
 from hicache.device_pool import DevicePool, ReqToTokenPool, TokenToKVPoolAllocator
 from hicache.errors import IntegrityError, StorageError
 from hicache.hashing import DIGEST_BYTES, StoreIdentity
@@ -19,6 +20,7 @@ from hicache.host_pool.pool import POISON_BYTE, HostPool
 from hicache.kernels.dispatch import bind
 from hicache.layout import KVLayout
 from hicache.lifecycle import DetachReport
+from hicache.load_choice import LoadChoice, LoadPolicy, PageSizes
 from hicache.plane_access import HostPlanes, PlaneAccess
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
@@ -34,6 +36,7 @@ from hicache.transfer.copy_engine import CopyEngine
 from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.node import Node
 from hicache.tree.radix_tree import RadixTree
+from hicache.types import Tier
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class RigOptions:
     storage_write: WritePolicy = field(default_factory=WritePolicy)
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     prefetch: PrefetchPolicy = field(default_factory=lambda: PrefetchPolicy("timeout", 1.0))
+    queue_aware: bool = False
+    load: LoadPolicy = "always"
+    costs: Costs | None = None  # for the load policy auto
 
 
 class FlakyBackend(MemoryBackend):
@@ -98,8 +104,11 @@ class Rig:
         self.compute = SteppedStream("compute")
         pool = DevicePool(self.layout, options.device_pages)
         allocator = TokenToKVPoolAllocator(options.device_pages, options.page_size)
-        tree = RadixTree(options.page_size, options.eviction, options.eviction)
+        aware = (Tier.DEVICE, Tier.HOST) if options.queue_aware else ()
+        tree = RadixTree(options.page_size, options.eviction, options.eviction, aware)
         self.tiers = Tiers(StoreIdentity(self.layout, "rig"), tree, pool, allocator, poison=True, fragment_tokens=1)
+        sizes = PageSizes(options.page_size, self.layout.page_stride, self.layout.page_stride)
+        self.tiers.loads = LoadChoice(options.load, options.costs, sizes, overlap=4)
         self.backend: FlakyBackend | None = None
         self.engine: StorageEngine | None = None
         if options.host_pages:

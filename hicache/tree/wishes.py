@@ -5,8 +5,10 @@ Neither keeps a page for sure, and neither blocks anything: orders that look at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+from hicache.errors import IntegrityError
 from hicache.policies.retention import RetentionRange
 from hicache.tree.ledger import IN_AN_ORDER
 from hicache.tree.node import Node
@@ -35,16 +37,29 @@ class Expectations:
         if node is not None:
             self._add(node, -1)
 
-    def _add(self, node: Node | None, by: int) -> None:
+    def _add(self, last: Node, by: int) -> None:
         touch = self._tree.ledger.touch
-        while node is not None and node.parent is not None:
+        for node in _path_of(last):
             node.awaited += by
             if node.listed & IN_AN_ORDER:
                 touch(node)
-            node = node.parent
+
+    def check(self) -> None:
+        """Raise IntegrityError if a node is not awaited by as many requests as will hit it."""
+        awaited = Counter(node for last in self._last.values() for node in _path_of(last))
+        for node in self._tree.nodes():
+            if node.awaited != awaited[node]:
+                raise IntegrityError(f"tokens {node.start} on are awaited by {node.awaited} requests, not {awaited[node]}")
 
     def __len__(self) -> int:
         return len(self._last)
+
+
+def _path_of(node: Node) -> Iterator[Node]:
+    """From `node` up, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def retain(tree: RadixTree, key: PrefixKey, ranges: Sequence[RetentionRange]) -> None:

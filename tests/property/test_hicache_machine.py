@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from hicache.costs import Costs, Link, PrefillCost
 from hicache.errors import TransferError
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.eviction import EVICTION_POLICIES
+from hicache.policies.retention import retention_range
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Admission, Request
@@ -72,6 +74,12 @@ class HiCacheMachine(RuleBasedStateMachine):
         req = Request(f"r{self.serial}", tokens, tenant, priority=self.serial % 3)
         self.cache.prefetch(req.rid, req.key())
         self.jobs.append(Job(req))
+
+    @rule(index=PICK, start=st.integers(0, 8), length=st.integers(1, 8), priority=st.sampled_from([0, 60, 100]))
+    def retain(self, index: int, start: int, length: int, priority: int) -> None:
+        if self.jobs:
+            wish = retention_range(start, start + length, priority, duration=30.0)
+            self.cache.retain(self.jobs[index % len(self.jobs)].req.key(), [wish])
 
     @rule(tokens=PROMPTS, tenant=st.sampled_from([b"", b"", b"other"]), finish=st.booleans())
     def serve(self, tokens: list[int], tenant: bytes, finish: bool) -> None:
@@ -285,6 +293,7 @@ class HiCacheMachine(RuleBasedStateMachine):
                 (6, lambda tokens=tokens: self.serve(tokens, rng.choice([b"", b"", b"other"]), rng.random() < 0.8)),
                 (2, lambda tokens=tokens: self.enqueue(tokens, b"")),
                 (2, lambda index=index: self.admit(index)),
+                (1, lambda index=index: self.retain(index, rng.randint(0, 8), rng.randint(1, 8), 100)),
                 (2, lambda index=index: self.compute(index, rng.randint(1, 7))),
                 (2, lambda index=index: self.land(index)),
                 (4, lambda index=index: self.leave(index, rng.choice(["finish", "finish", "retract", "abort"]))),
@@ -339,7 +348,8 @@ class HiCacheMachine(RuleBasedStateMachine):
         assert stats.device.request_owned == 0
         assert stats.host is not None
         assert stats.host.free + stats.host.evictable == stats.host.total
-        for counts in (stats.demoted_pages, stats.hit_tokens, stats.prefetches, stats.failures, stats.dropped_pages):
+        outcomes = (stats.demoted_pages, stats.hit_tokens, stats.prefetches, stats.failures, stats.dropped_pages)
+        for counts in (*outcomes, stats.load_choices):
             REACHED.update({name: int(count > 0) for name, count in counts.items()})
         REACHED.update([*self.seen, *(["forgotten"] if stats.forgotten_pages else [])])
         self.cache.close(0.0)
@@ -353,6 +363,7 @@ MUST_REACH = (
     *("complete", "cut_short", "cancelled", "miss"),  # prefetches
     *("copy", "store_failed", "load_failed", "store_timeout", "load_timeout", "store_shed"),  # failures
     *("host_full", "storage_failed", "not_admitted", "tier_degraded"),  # drops
+    *("host_loaded", "host_split", "storage_loaded", "declined"),  # load: auto
     *(
         "forgotten",
         "loads stopped",
@@ -361,6 +372,10 @@ MUST_REACH = (
         "stores work again",
     ),  # stores cleared by others, breakers
 )
+
+
+COSTS = Costs(PrefillCost(0.01, 0.005), to_device=Link(60_000.0, 0.01), disk_read=Link(20_000.0, 0.01))
+"""A page of the rig takes 25 to 150 ms to compute, by where it is in its prompt, 68 ms from the host and 205 ms from disk."""
 
 
 def configuration(seed: int) -> RigOptions:
@@ -374,7 +389,17 @@ def configuration(seed: int) -> RigOptions:
         storage_write=WritePolicy(pick(["write_through", "write_back"])),
         admission=AdmissionPolicy(pick(["all", "all", "hits", "priority"])),
         prefetch=PrefetchPolicy(pick(["best_effort", "timeout", "wait_complete"]), 1.0),
+        queue_aware=pick([False, True]),
+        load=pick(["always", "auto", "auto", "never"]),
+        costs=COSTS,
     )
+
+
+def by_way_of_storage(seed: int) -> RigOptions:
+    """Little room above a large store, and loads that are weighed: hits on storage are rare elsewhere."""
+    small = {"device_pages": 10, "host_pages": 8, "storage_pages": 64, "load": "auto"}
+    patient = {"admission": AdmissionPolicy("all"), "prefetch": PrefetchPolicy("wait_complete", 1.0)}
+    return replace(configuration(seed), **small, **patient)
 
 
 def search(options: RigOptions, examples: int) -> None:
@@ -392,7 +417,7 @@ def test_long_walks_reach_everything_and_keep_every_byte() -> None:
     REACHED.clear()
     for seed in range(104):
         machine = HiCacheMachine()
-        machine.options = configuration(1000 + seed)
+        machine.options = (by_way_of_storage if seed % 3 == 0 else configuration)(1000 + seed)
         machine.build()
         for part in range(8):
             machine.burst(seed * 1000 + part)
