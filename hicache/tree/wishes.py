@@ -49,7 +49,8 @@ class Expectations:
         awaited = Counter(node for last in self._last.values() for node in _path_of(last))
         for node in self._tree.nodes():
             if node.awaited != awaited[node]:
-                raise IntegrityError(f"tokens {node.start} on are awaited by {node.awaited} requests, not {awaited[node]}")
+                counts = f"awaited by {node.awaited} requests, not {awaited[node]}"
+                raise IntegrityError(f"a node from token {node.start} on is {counts}")
 
     def __len__(self) -> int:
         return len(self._last)

@@ -21,6 +21,7 @@ from hicache.config import CacheConfig
 from hicache.integrations.vllm.events import EventLog
 from hicache.integrations.vllm.identity import check_hashes, scheduler_facts, unsupported, worker_facts
 from hicache.integrations.vllm.jobs import Hello, StepPlan, WorkerReport
+from hicache.integrations.vllm.metrics import TierMetrics, TierStats
 from hicache.integrations.vllm.reset import clear_stores
 from hicache.integrations.vllm.scheduler import CacheScheduler
 from hicache.integrations.vllm.settings import config_file, load_settings
@@ -29,6 +30,7 @@ from hicache.integrations.vllm.worker import RankWorker, block_views
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -114,6 +116,25 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Of this side."""
+        side = self._worker or self._scheduler
+        return side.stats() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return TierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return TierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.report() if self._worker is not None else None

@@ -18,6 +18,7 @@ from hicache.integrations.vllm.events import CPU, DISK, EventLog
 from hicache.integrations.vllm.fetches import Fetches
 from hicache.integrations.vllm.host_index import Entry, HostIndex
 from hicache.integrations.vllm.jobs import Hello, Load, Persist, StepPlan, Store, WorkerReport
+from hicache.integrations.vllm.metrics import SchedulerMeter, TierStats
 from hicache.integrations.vllm.open_jobs import OpenJobs
 from hicache.integrations.vllm.tracks import Track
 from hicache.policies.admission import AdmissionPolicy
@@ -42,6 +43,7 @@ class CacheScheduler:
         host, storage = config.host, config.storage
         assert host is not None
         self.counters: Counter[str] = Counter()
+        self._meter = SchedulerMeter()
         self.events = events
         self._block_size = config.page_size
         self._clock = clock
@@ -265,6 +267,10 @@ class CacheScheduler:
     def _evicted(self, entry: Entry) -> None:
         self.counters["demoted_blocks" if entry.stored else "discarded_blocks"] += 1
         self.events.removed([entry.block_hash], CPU)
+
+    def stats(self) -> TierStats | None:
+        """What has changed since the last call."""
+        return self._meter.report(self.counters, self.index.owned_pages(), self.index.pages.num_pages)
 
     # ---- reset ------------------------------------------------------------------------------
 

@@ -24,10 +24,12 @@ from hicache.host_pool.numa import resolve_numa
 from hicache.host_pool.pinning import CudaRegistrar, resolve_pinned
 from hicache.host_pool.pool import HostPool
 from hicache.integrations.vllm.jobs import Hello, Load, Persist, StepPlan, Store, WorkerReport
+from hicache.integrations.vllm.metrics import TierStats, WorkerMeter
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.kernels.dispatch import Planes, bind
 from hicache.storage_backends.base import PageRun
 from hicache.streams import create_stream, record_compute
+from hicache.transfer.breaker import BreakerState
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.transfer.storage_engine import StorageEngine
 from hicache.transfer.storage_tickets import LookupTicket, ReadTicket, WriteTicket
@@ -82,6 +84,7 @@ class RankWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()  # whose load failed in this step
         self._report = WorkerReport()
+        self._meter = WorkerMeter()
 
     @property
     def hello(self) -> Hello:
@@ -209,7 +212,7 @@ class RankWorker:
     def report(self) -> WorkerReport | None:
         """What has ended since the last call; None if nothing has."""
         if self._storage is not None:
-            self._storage.engine.poll()
+            self._meter.failed(self._storage.engine.poll())
         for job, asked in list(self._asked.items()):
             if asked.done:
                 del self._asked[job]
@@ -220,6 +223,13 @@ class RankWorker:
                 self._done(job, write.counts[0])
         report, self._report = self._report, WorkerReport()
         return report if report.results else None
+
+    def stats(self) -> TierStats | None:
+        """What has changed on the disk's side since the last call."""
+        if self._storage is None:
+            return None
+        loads, stores = self._storage.engine.states
+        return self._meter.report(loads is BreakerState.ON, stores is BreakerState.ON)
 
     def _done(self, job: int, result: int) -> None:
         self._report.add(job, 1, result)

@@ -61,10 +61,14 @@ def test_serve_answers_with_cached_tokens_also_after_a_restart(smollm2: str, tie
         first, cold = ask(address)
         reset_device(address)
         second, host = ask(address)
+        metrics = scrape(address)
     with serving(smollm2, file, tmp_path / "second.log") as address:
         third, disk = ask(address)
     assert first == second == third != ""
     assert (cold, host, disk) == (0, host, host) and host >= 640
+    moved = {label: value for label, value in metrics.items() if "hicache_blocks_total" in label}
+    assert [value for label, value in moved.items() if 'event="loaded"' in label] == [host / 64], metrics
+    assert [value for label, value in metrics.items() if "hicache_disk" in label] == [1.0, 1.0], metrics
 
 
 def ask(address: str) -> tuple[str, int]:
@@ -80,6 +84,14 @@ def ask(address: str) -> tuple[str, int]:
     assert usage is not None
     details = usage.prompt_tokens_details
     return answer.choices[0].message.content or "", (details.cached_tokens or 0) if details is not None else 0
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Values of /metrics that are about hicache, by name and labels."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=SECONDS) as page:
+        lines = page.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if line.startswith("vllm:hicache"))
+    return {label: float(value) for label, _, value in samples if "_created" not in label}
 
 
 def reset_device(address: str) -> None:
