@@ -1,6 +1,6 @@
 # make demo            run the demo                      make test    run the tests
 # make demo-smollm2    the same with a model that talks  make check   linters, types, import layers
-# make clean           remove what the others made          make test-engines   plug-ins in real engines: slow, 4 GB
+# make clean           remove what the others made          make test-engines   plug-ins in real engines: 20 min, 4 GB
 
 PYTHON ?= python3
 VENV := .venv

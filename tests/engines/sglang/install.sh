@@ -11,7 +11,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip "$@"; }
-pip install -qq --disable-pip-version-check --constraint "$root/constraints.txt" \
+pip install -qq --disable-pip-version-check --no-warn-conflicts --constraint "$root/constraints.txt" \
     --constraint "$here/constraints-sglang.txt" --editable "${root}[codecs]" hypothesis pytest pytest-timeout \
     aiohttp dill einops fastapi opentelemetry-api orjson packaging pillow prometheus_client psutil pybase64 pyzmq \
     requests setproctitle tqdm
