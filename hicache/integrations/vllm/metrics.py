@@ -14,11 +14,10 @@ Blocks are those of the whole engine; failures of the store are the sum over the
 
 from __future__ import annotations
 
-from collections import Counter as Count
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ _COPIES = {"failed_loads": "copy_to_device", "failed_stores": "copy_to_host"}
 
 class TierStats(KVConnectorStats):
     """Values by metric and label: counts since the last report, gauges that have changed since."""
+
+    data: dict[str, dict[str, float]]
 
     def reset(self) -> None:
         self.data = {}
@@ -74,10 +75,10 @@ class SchedulerMeter:
     """Turns the scheduler's counters, which only grow, into reports."""
 
     def __init__(self) -> None:
-        self._told: Count[str] = Count()
+        self._told: Counter[str] = Counter()
         self._used = -1
 
-    def report(self, counters: Count[str], used: int, total: int) -> TierStats | None:
+    def report(self, counters: Counter[str], used: int, total: int) -> TierStats | None:
         """None if nothing has changed. `used` and `total` are blocks of the host."""
         if counters == self._told and used == self._used:
             return None
@@ -94,7 +95,7 @@ class WorkerMeter:
     """A rank's view of its disk."""
 
     def __init__(self) -> None:
-        self._failures: Count[str] = Count()
+        self._failures: Counter[str] = Counter()
         self._told: tuple[bool, bool] | None = None
 
     def failed(self, failures: Mapping[str, int]) -> None:
@@ -109,7 +110,7 @@ class WorkerMeter:
         stats.put("failures", self._failures)
         if state != self._told:
             stats.put("disk", {"loads": int(loads_work), "stores": int(stores_work)})
-        self._failures, self._told = Count(), state
+        self._failures, self._told = Counter(), state
         return stats
 
 
@@ -125,8 +126,8 @@ class TierMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
-            name: metric_types[kind](name=f"vllm:hicache_{name}", documentation=text, labelnames=[*labelnames, label])
-            for kind, table in ((Counter, COUNTERS), (Gauge, GAUGES))
+            name: kind(name=f"vllm:hicache_{name}", documentation=text, labelnames=[*labelnames, label])
+            for kind, table in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
             for name, (label, text) in table.items()
         }
 
