@@ -118,7 +118,7 @@ class HiCache:
         guard = self.lock(match)
         last, to_load, tickets = self._loadable(match)
         tree.pin_host(to_load, 1)
-        count = sum(page_count(node) for node in to_load)
+        count = sum(map(page_count, to_load))
         room = self._demotion.make_device_room(count)  # may cut nodes of the path, but not those that are pinned
         tree.pin_host(to_load, -1)
         if not room:
@@ -178,7 +178,7 @@ class HiCache:
         not the nodes of the result.
         """
         result = self.tiers.tree.insert(key, pages, owned_from, priority)
-        adopted = sum(page_count(node) for node in result.adopted)
+        adopted = sum(map(page_count, result.adopted))
         self.tiers.request_pages -= adopted
         self.free_pages(result.duplicates)
         self._write_through(result)

@@ -69,20 +69,21 @@ class Demotion:
     def make_device_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` device pages are free. False: not yet, or not at all."""
         tree, allocator = self.tiers.tree, self.tiers.device_allocator
+        order = tree.ledger.device
         stuck: list[Node] = []
         while (shortage := num_pages - allocator.free_pages) > 0:
             shortage -= self._leaving_device
-            victim = tree.ledger.device.first()
+            victim = order.first()
             if victim is None or shortage <= 0:
                 break
             victim = self._cut(victim, shortage)
             if not victim.residency.on_host and page_count(victim) > self._largest_backup():
                 tree.split(victim, page_count(victim) - self._largest_backup())
             if not self._evict_from_device(victim):
-                tree.ledger.device.discard(victim)
+                order.discard(victim)
                 stuck.append(victim)
         for node in stuck:
-            tree.ledger.device.add(node)
+            order.add(node)
         return num_pages <= allocator.free_pages
 
     def _largest_backup(self) -> int:
@@ -141,10 +142,10 @@ class Demotion:
         could never be reached.
         """
         host = self.tiers.usable_host
-        leaving = sum(page_count(node) for node in nodes) if evict else 0
+        leaving = sum(map(page_count, nodes)) if evict else 0
         if host is not None and self.tiers.storage is not None and nodes:
             nodes = [*_only_on_device(nodes[0].parent), *nodes]
-        count = sum(page_count(node) for node in nodes)
+        count = sum(map(page_count, nodes))
         if host is None or not self.make_host_room(count):
             return False
         pages = host.pool.allocator.alloc(count)

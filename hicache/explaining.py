@@ -7,14 +7,14 @@ else from the decision log.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from hicache.decisions import Decision
 from hicache.errors import StorageError
-from hicache.hashing import RequestNamespace, page_digests
+from hicache.hashing import Field, RequestNamespace, identity_seed, page_digests
 from hicache.tiers import Tiers
 from hicache.tree.node import Node
 from hicache.tree.residency import FILLING
@@ -233,6 +233,8 @@ class _Explainer:
         if fields:
             text = f"the same tokens are here for another {' and '.join(fields)}"
             return _Why(Reason.NAMESPACE, text)
+        if tier is Tier.STORAGE and (text := self._other_identity(end)):
+            return _Why(Reason.NAMESPACE, text)
         log = self._tiers.decisions
         if not log.size:
             return _Why(Reason.OLDER_THAN_LOG, "never stored, or gone: no decisions are kept (decision_log: 0)")
@@ -253,6 +255,24 @@ class _Explainer:
             if matched > end:
                 return _differences(self._key.namespace, namespace)
         return []
+
+    def _other_identity(self, end: int) -> str:
+        """In what the identity differs for which the store has more of these tokens; the one that differs least."""
+        storage, mine = self._tiers.storage, self._tiers.identity
+        assert storage is not None
+
+        def keys_of(fields: Mapping[str, Field]) -> list[bytes]:
+            page = _page_of(fields)
+            return page_digests(identity_seed(fields, self._key.namespace), self._key.data, page) if page else []
+
+        others = storage.engine.backend.neighbours(keys_of)
+        having = [fields for fields, leading in others if leading * _page_of(fields) > end]
+        if not having:
+            return ""
+        nearest = min(having, key=lambda fields: len(mine.differences(fields)))
+        here = mine.flat()
+        changes = (f"{name} {nearest.get(name)!r}, not {here.get(name)!r}" for name in mine.differences(nearest))
+        return "the store has the same tokens for " + ", ".join(changes)
 
     def _stored(self, key: PrefixKey, first: int | None = None) -> int:
         """Pages that the store has of `key`, from page `first` on; from the end of the match if that is None."""
@@ -318,6 +338,12 @@ def _differences(mine: bytes, other: bytes) -> list[str]:
         return RequestNamespace.decode(mine).differences(RequestNamespace.decode(other))
     except ValueError:  # a caller's own encoding
         return ["namespace"]
+
+
+def _page_of(fields: Mapping[str, Field]) -> int:
+    """Tokens of a page of a store's identity; 0 if it does not tell."""
+    size = fields.get("layout.page_size")
+    return size if isinstance(size, int) else 0
 
 
 def _end(tier: Tier, tokens: int, why: _Why) -> TierExplanation:

@@ -10,6 +10,7 @@ field differs from an empty one.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 
@@ -22,7 +23,7 @@ FORMAT_VERSION = 1
 Field = str | int | None
 
 
-def encode_fields(values: dict[str, Field]) -> bytes:
+def encode_fields(values: Mapping[str, Field]) -> bytes:
     """Unambiguous bytes of named optional fields, in the order of the dictionary."""
     return b"".join(_encode(name) + _encode(value) for name, value in values.items())
 
@@ -113,15 +114,20 @@ class StoreIdentity:
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layout"}
         return {**own, **{f"layout.{name}": value for name, value in asdict(self.layout).items()}}
 
-    def differences(self, other: dict[str, Field]) -> list[str]:
+    def differences(self, other: Mapping[str, Field]) -> list[str]:
         """Names of the fields in which `other` (as given by `flat`) is not this identity."""
         mine = self.flat()
         return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
 
     def seed(self, namespace: bytes = b"") -> bytes:
         """Start of the digest chain of one namespace, 32 bytes."""
-        identity = encode_fields(self.flat())
-        return sha256(struct.pack("<Q", len(identity)) + identity + namespace).digest()
+        return identity_seed(self.flat(), namespace)
+
+
+def identity_seed(identity: Mapping[str, Field], namespace: bytes) -> bytes:
+    """`StoreIdentity.seed` of an identity of which only the fields are at hand, in the order of `flat`."""
+    encoded = encode_fields(identity)
+    return sha256(struct.pack("<Q", len(encoded)) + encoded + namespace).digest()
 
 
 def page_digests(parent: bytes, tokens: bytes, page_size: int) -> list[bytes]:

@@ -34,18 +34,29 @@ class PageAllocator:
 
     def free(self, pages: PageIndices) -> None:
         """Take pages back. Raises ProtocolError, changing nothing, if one of them is not out."""
-        if not len(pages):
+        count = len(pages)
+        if not count:
             return
-        if not self._owned[pages].all():
+        if not self._are_out(pages):
             raise ProtocolError(f"page freed that is not allocated: {pages[~self._owned[pages]][:8].tolist()}")
-        order = self._numbers[: len(pages)]
-        if len(order) == len(pages):
-            self._seen[pages] = order
-        if len(order) < len(pages) or (self._seen[pages] != order).any():
+        if count > 1 and self._repeats(pages):
             raise ProtocolError("one call frees the same page twice")
         self._owned[pages] = False
-        self._stack[self._top : self._top + len(pages)] = pages[::-1]
-        self._top += len(pages)
+        self._stack[self._top : self._top + count] = pages[::-1]
+        self._top += count
+
+    def _are_out(self, pages: PageIndices) -> bool:
+        if len(pages) == 1:  # the most frequent call, and several times as fast
+            return bool(self._owned[pages[0]])
+        return bool(np.count_nonzero(self._owned[pages]) == len(pages))
+
+    def _repeats(self, pages: PageIndices) -> bool:
+        """Is one of `pages`, all of which are out, in it twice?"""
+        if len(pages) > self.num_pages:
+            return True
+        order = self._numbers[: len(pages)]
+        self._seen[pages] = order
+        return bool(np.count_nonzero(self._seen[pages] != order))
 
     def free_list(self) -> PageIndices:
         """Copy of the free page numbers, in no particular order."""

@@ -71,6 +71,7 @@ class RequestManager:
     def __init__(self, cache: HiCache, req_to_token_pool: ReqToTokenPool) -> None:
         self.cache = cache
         self.req_to_token_pool = req_to_token_pool
+        self._page_size = cache.page_size
         self._admitted: dict[str, Request] = {}
         cache.add_owner(self._owned_pages)
 
@@ -93,7 +94,7 @@ class RequestManager:
         self.req_to_token_pool.write(row, 0, load.pages)
         req.row, req.receipt = row, load.receipt
         req.num_shared = req.num_pages = len(load.pages)
-        req.kv_committed_len = len(load.pages) * self.cache.page_size
+        req.kv_committed_len = len(load.pages) * self._page_size
         self._admitted[req.rid] = req
         self.cache.claim_prefetch(req.rid)
         self._count(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, req)
@@ -106,9 +107,9 @@ class RequestManager:
 
     def extend(self, req: Request, upto_tokens: int) -> bool:
         """Give the request pages for its first `upto_tokens` tokens. False, and none given, if there is no room."""
-        missing = self.cache.layout.pages_of(upto_tokens) - req.num_pages
-        if missing <= 0:
+        if upto_tokens <= req.num_pages * self._page_size:
             return True
+        missing = self.cache.layout.pages_of(upto_tokens) - req.num_pages
         pages = self.cache.alloc_pages(missing)
         if pages is None:
             return False
@@ -131,7 +132,7 @@ class RequestManager:
 
     def kv_allocated_len(self, req: Request) -> int:
         """Tokens that have a page."""
-        return req.num_pages * self.cache.page_size
+        return req.num_pages * self._page_size
 
     def pages(self, req: Request) -> PageIndices:
         """The request's page table."""
@@ -144,7 +145,7 @@ class RequestManager:
             return
         if self.cache.loading:
             self.cache.poll()  # what this request waited for has arrived: it can be built upon
-        key = req.key(whole * self.cache.page_size)
+        key = req.key(whole * self._page_size)
         result = self.cache.insert(key, self.pages(req)[:whole], req.num_shared, req.priority)
         self._take_over(req, device_table(result.node))
         lock = self.cache.tiers.tree.lock(result.node)

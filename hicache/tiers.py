@@ -146,7 +146,9 @@ class Tiers:
         storage = self.storage
         if storage is None:
             return
-        self.counters.failures += storage.engine.poll()
+        failures = storage.engine.poll()
+        if failures:
+            self.counters.failures += failures
         generation = storage.engine.generation
         if storage.generation != generation:
             storage.generation = generation
@@ -157,7 +159,7 @@ class Tiers:
         stored = [node for node in self.tree.nodes() if node.residency.on_storage]
         for node in stored:
             self.tree.drop_storage(node)
-        return sum(page_count(node) for node in stored)
+        return sum(map(page_count, stored))
 
 
 _MAX_SEEDS = 4096

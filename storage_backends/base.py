@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hicache.errors import ProtocolError
-from hicache.hashing import StoreIdentity
+from hicache.hashing import Field, StoreIdentity
 from hicache.layout import HostFormat
 
 
@@ -24,6 +25,14 @@ class PageRun:
     buffers: Sequence[memoryview]
     parent: bytes | None
     generation: int | None = None
+
+
+class Neighbour(NamedTuple):
+    """Another identity that the store is for: its fields as `StoreIdentity.flat` names them, and how many of the keys
+    that were made for it are there."""
+
+    fields: Mapping[str, Field]
+    leading: int
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def usage(self) -> StorageUsage: ...
+
+    def neighbours(self, keys_of: Callable[[Mapping[str, Field]], Sequence[bytes]]) -> list[Neighbour]:
+        """What the store has for its other identities, for those who ask why nothing is found. `keys_of` gives the
+        keys to look for from an identity's fields. None where each identity has a store of its own."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

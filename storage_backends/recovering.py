@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hicache.errors import BadInput, StoreCorruptError, StoreUnavailableError
-from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage
+from hicache.hashing import Field
+from hicache.storage_backends.base import Neighbour, PageRun, StorageBackend, StorageUsage
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ class RecoveringBackend(StorageBackend):
     def contains_each(self, keys: Sequence[bytes]) -> list[bool]:
         with self._inside() as (backend, _):
             return backend.contains_each(keys)
+
+    def neighbours(self, keys_of: Callable[[Mapping[str, Field]], Sequence[bytes]]) -> list[Neighbour]:
+        with self._inside() as (backend, _):
+            return backend.neighbours(keys_of)
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         with self._inside() as (backend, _):

@@ -112,8 +112,10 @@ class Replay:
         return self._timings
 
     def _admit(self, queue: WaitingQueue) -> None:
-        busy = {running.trace.session for running in self._running if running.trace.session is not None}
         room = self._options.max_running - len(self._running)
+        if not room or not queue.waiting:
+            return
+        busy = {running.trace.session for running in self._running if running.trace.session is not None}
         for waiting in islice(queue.candidates(busy), room):
             admission = self._requests.admit(waiting.request)
             if admission is None:
@@ -133,14 +135,14 @@ class Replay:
     def _plan(self, decode: int) -> list[Chunk]:
         """Chunks of this step, the oldest request first. Those without room wait."""
         batch: list[Chunk] = []
-        budget = self._options.step_tokens
+        budget, most = self._options.step_tokens, self._options.chunk_tokens
+        extend = self._requests.extend
         self._starved = False
         for running in self._running:
             if not budget:
                 break
-            chunk = min(budget, self._options.chunk_tokens)
-            stop = running.next_stop(chunk, min(budget, decode))
-            if self._requests.extend(running.request, stop):
+            stop = running.next_stop(min(budget, most), min(budget, decode))
+            if extend(running.request, stop):
                 batch.append(Chunk(running, stop))
                 budget -= stop - running.done
             else:
@@ -165,20 +167,22 @@ class Replay:
         return True
 
     def _commit(self, chunk: Chunk) -> None:
-        running, request = chunk.running, chunk.running.request
+        running, stop = chunk.running, chunk.stop
         prefilled = running.prefilling
-        answered = running.answered(chunk.stop)
-        if len(answered):
-            self._requests.append(request, answered)
-        if prefilled or len(answered):  # KV of filler is never committed, so it never enters the tree
-            self._requests.commit(request, chunk.stop)
-        running.advance(chunk.stop)
+        if prefilled or running.answer_known:  # KV of filler is never committed, so it never enters the tree
+            self._commit_tokens(running, stop)
+        running.advance(stop)
         if prefilled and not running.prefilling:
             self._first_tokens.setdefault(running.trace.rid, self._timeline.now())
         if running.finished:
             self._finish(running)
         elif prefilled:
-            self._requests.cache_unfinished_req(request)
+            self._requests.cache_unfinished_req(running.request)
+
+    def _commit_tokens(self, running: Running, stop: int) -> None:
+        if running.answer_known and len(answered := running.answered(stop)):
+            self._requests.append(running.request, answered)
+        self._requests.commit(running.request, stop)
 
     def _finish(self, running: Running) -> None:
         self._requests.cache_finished_req(running.request)

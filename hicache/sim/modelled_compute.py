@@ -39,8 +39,8 @@ class ModelledCompute:
         running = chunk.running
         if running.prefilling:
             self._prefill += self._costs.prefill.seconds(running.done, chunk.stop)
-        else:
-            self._decoded = max(self._decoded, chunk.stop - running.done)
+        elif chunk.stop - running.done > self._decoded:
+            self._decoded = chunk.stop - running.done
         if not running.hits_ready:
             self._loads.extend(running.admission.loads)
 

@@ -13,7 +13,7 @@ from hicache.sim.waiting import Waiting
 from hicache.sim.workload import TokenArray
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens of one request computed in one step: those from its progress up to `stop`."""
 
@@ -30,10 +30,12 @@ class Running:
         self.request = waiting.request
         self.sequence = waiting.sequence
         self.admission = admission
-        self.done = self.hit_len = admission.device_len + admission.host_len + admission.storage_len
-        if not 0 <= self.hit_len < self.trace.prompt_len:
+        self.prompt_len, self.length = self.trace.prompt_len, len(self.sequence)
+        self.answer_known = self.trace.output is not None  # else filler stands for it
+        self.hit_len = admission.device_len + admission.host_len + admission.storage_len
+        if not 0 <= self.hit_len < self.prompt_len:
             raise IntegrityError(
-                f"request {self.trace.rid}: {self.hit_len} tokens hit of a prompt of {self.trace.prompt_len}; "
+                f"request {self.trace.rid}: {self.hit_len} tokens hit of a prompt of {self.prompt_len}; "
                 "at least one must be left to compute"
             )
         self._hasher: PrefixHasher | None = None  # made when hashes are asked for: a replay without bytes never does
@@ -41,20 +43,19 @@ class Running:
         self._ahead: PrefixHasher | None = None
         self.hits_ready = False
         self.computed = 0
+        self._reach(self.hit_len)
 
-    @property
-    def finished(self) -> bool:
-        return self.done == len(self.sequence)
-
-    @property
-    def prefilling(self) -> bool:
-        return self.done < self.trace.prompt_len
+    def _reach(self, done: int) -> None:
+        """The only place where progress changes, and what follows from it: both are asked for all the time."""
+        self.done = done
+        self.prefilling = done < self.prompt_len
+        self.finished = done == self.length
 
     def next_stop(self, prefill_tokens: int, decode_tokens: int) -> int:
         """Where the next step would bring this request; prefill ends with the prompt."""
         if self.prefilling:
-            return min(self.done + prefill_tokens, self.trace.prompt_len)
-        return min(self.done + decode_tokens, len(self.sequence))
+            return min(self.done + prefill_tokens, self.prompt_len)
+        return min(self.done + decode_tokens, self.length)
 
     @property
     def hit_hashes(self) -> Hashes:
@@ -74,18 +75,17 @@ class Running:
         return self._hasher
 
     def answered(self, stop: int) -> TokenArray:
-        """The known answer's tokens that a step up to `stop` adds; empty during prefill and for filler."""
-        if self.trace.output is None:
-            return np.empty(0, np.int32)
-        return self.sequence[max(self.done, self.trace.prompt_len) : stop]
+        """The answer's tokens that a step up to `stop` adds; empty during prefill."""
+        return self.sequence[max(self.done, self.prompt_len) : stop]
 
     def advance(self, stop: int) -> None:
         """The step up to `stop`, whose hashes were asked for last, has succeeded."""
         self._hasher = self._ahead
         self.computed += stop - self.done
-        self.done = stop
-        self.hits_ready = True
-        self._hit_hashes = self._hit_hashes[:0]
+        self._reach(stop)
+        if not self.hits_ready:
+            self.hits_ready = True
+            self._hit_hashes = self._hit_hashes[:0]
 
     def load_failed(self) -> bool:
         """True if a load this request waits for has failed."""

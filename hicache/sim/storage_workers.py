@@ -48,7 +48,7 @@ class VirtualWorkers:
 
     def start(self) -> None:
         """Let workers that are free take what waits. One that hangs is replaced, as the engine does."""
-        while self._at_work < self._workers + self._engine.overdue:
+        while self._at_work < self._workers or self._at_work < self._workers + self._engine.overdue:
             call = self._engine.begin_next()
             if call is None:
                 return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage
 from hicache.storage_backends.budget import MAX_CHUNK_PAGES, BudgetPlan
@@ -138,15 +138,16 @@ class StoreModel(StorageBackend):
         """See StorageBackend; the steps are those of `Store.write`."""
         self._expire()
         touched = self._take_notes()
-        planned, counts = self._plan(runs, 0)
+        counts = self._stored(runs)
         touched += [run.keys[count - 1] for run, count in zip(runs, counts) if count]
         keep = {key for run in runs for key in (run.parent, *run.keys) if key is not None}
+        wanted = [len(run.keys) for run in runs]
         while True:
-            planned, _ = self._plan(runs, self._chunk)
+            planned = self._plan(runs)
             room = self._make_room(len(planned), keep)
-            added = self._insert(runs, planned, touched, keep)
-            counts = self._plan(runs, 0)[1]
-            if counts == [len(run.keys) for run in runs] or not planned or not (added or room):
+            added = self._insert(planned, touched, keep)
+            counts = self._stored(runs)
+            if counts == wanted or not planned or not (added or room):
                 return counts
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -187,25 +188,30 @@ class StoreModel(StorageBackend):
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def _plan(self, runs: Sequence[PageRun], most: int) -> tuple[dict[bytes, bytes | None], list[int]]:
-        """Keys to be written, at most `most`, with their parents', and how many leading pages of each run are
-        stored then."""
+    def _stored(self, runs: Sequence[PageRun]) -> list[int]:
+        """How many leading pages of each run are stored."""
+        return [self._leading(run.keys) if self._continues(run, ()) else 0 for run in runs]
+
+    def _continues(self, run: PageRun, planned: Container[bytes]) -> bool:
+        """Is it of this generation, and what it continues stored or planned?"""
+        late = run.generation is not None and run.generation != self._generation
+        return not late and (run.parent is None or run.parent in planned or run.parent in self._pages)
+
+    def _plan(self, runs: Sequence[PageRun]) -> dict[bytes, bytes | None]:
+        """Keys to be written next, at most a chunk, with their parents'."""
         planned: dict[bytes, bytes | None] = {}
-        pages, counts = self._pages, []
+        pages = self._pages
         for run in runs:
-            late = run.generation is not None and run.generation != self._generation
-            orphan = run.parent is not None and run.parent not in planned and run.parent not in pages
-            if late or orphan:
-                counts.append(0)
+            if len(planned) == self._chunk:
+                break
+            if not self._continues(run, planned):
                 continue
             start = bisect_left(run.keys, True, key=lambda key: key not in planned and key not in pages)
-            stop = min(len(run.keys), start + most - len(planned))
             parent = run.keys[start - 1] if start else run.parent
-            for key in run.keys[start:stop]:
+            for key in run.keys[start : start + self._chunk - len(planned)]:
                 planned[key] = parent
                 parent = key
-            counts.append(stop)
-        return planned, counts
+        return planned
 
     def _make_room(self, count: int, keep: Collection[bytes]) -> bool:
         while (excess := len(self._pages) + count - self._max_pages) > 0:
@@ -213,9 +219,7 @@ class StoreModel(StorageBackend):
                 return False
         return True
 
-    def _insert(
-        self, runs: Sequence[PageRun], planned: dict[bytes, bytes | None], touched: list[bytes], keep: Collection[bytes]
-    ) -> int:
+    def _insert(self, planned: dict[bytes, bytes | None], touched: list[bytes], keep: Collection[bytes]) -> int:
         """How many of the planned pages were added: those for which there is room. Then room for as many more."""
         self._touch(touched)
         room = max(self._max_pages - len(self._pages), 0)

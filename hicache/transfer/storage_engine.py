@@ -148,8 +148,9 @@ class StorageEngine:
         with self._changed:
             for lane in (self._loads, self._stores):
                 lane.watch()
-                failures += lane.failures
-                lane.failures.clear()
+                if lane.failures:
+                    failures += lane.failures
+                    lane.failures.clear()
             self._replace_hung()
         return failures
 

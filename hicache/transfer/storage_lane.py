@@ -122,6 +122,8 @@ class Lane:
 
     def watch(self) -> None:
         """Find calls that run for too long, and tickets that have waited for too long."""
+        if self.idle:
+            return
         now = self._clock()
         for call in self._calls:
             if not call.ticket.overdue and now - call.began > self.limits.call and call.ticket.kind != "clear":

@@ -26,7 +26,7 @@ from hicache.policies.base import EvictionOrder, Remembered
 from hicache.policies.eviction import eviction_order
 from hicache.tree.node import Node
 from hicache.tree.plans import page_count
-from hicache.tree.residency import ABSENT, RESIDENT
+from hicache.tree.residency import ABSENT, RESIDENT, CopyState
 from hicache.types import Tier
 
 
@@ -97,44 +97,43 @@ class Ledger:
 
     def _move(self, node: Node, now: int) -> None:
         was, node.listed = node.listed, now
-        count = page_count(node)
-        device, host = self._device_pages, self._host_pages
-        device[was & 3] -= count
-        device[now & 3] += count
-        host[was >> _HOST_SHIFT & 3] -= count
-        host[now >> _HOST_SHIFT & 3] += count
-        for flag, order in self.orders if (was | now) & IN_AN_ORDER else ():
-            if was & ~now & flag:
-                order.discard(node)
-            elif now & ~was & flag:
-                order.add(node)
+        changed, count = was ^ now, page_count(node)
+        if changed & 3:
+            self._device_pages[was & 3] -= count
+            self._device_pages[now & 3] += count
+        if changed & 3 << _HOST_SHIFT:
+            self._host_pages[was >> _HOST_SHIFT & 3] -= count
+            self._host_pages[now >> _HOST_SHIFT & 3] += count
+        if changed & IN_AN_ORDER:
+            for flag, order in self.orders:
+                if was & changed & flag:
+                    order.discard(node)
+                elif changed & flag:
+                    order.add(node)
 
 
 def classify(node: Node) -> int:
     """What `node` is to be counted as: shares and order membership, packed into one integer."""
     residency = node.residency
     device, host, _ = residency.states
-    flags = 0
-    if device is RESIDENT:
-        if node.lock_ref:
-            flags = _PROTECTED
-        elif residency.pins(Tier.DEVICE):
-            flags = _IN_FLIGHT
-        else:
-            flags = _EVICTABLE if node.device_children else _EVICTABLE | _IN_DEVICE
-    elif device is not ABSENT:
-        flags = _IN_FLIGHT
     if host is ABSENT:
-        return flags
-    return flags | _classify_host(node)
+        return _classify_device(node, device) if device is not ABSENT else 0
+    if host is not RESIDENT or residency.pin_counts[1]:
+        flags = _IN_FLIGHT << _HOST_SHIFT
+    elif device is RESIDENT:
+        flags = _EVICTABLE << _HOST_SHIFT | _IN_MIRRORS
+    elif node.lock_ref:
+        flags = _PROTECTED << _HOST_SHIFT
+    else:
+        flags = _EVICTABLE << _HOST_SHIFT | (0 if node.children else _IN_HOST_LEAVES)
+    return flags | _classify_device(node, device) if device is not ABSENT else flags
 
 
-def _classify_host(node: Node) -> int:
-    residency = node.residency
-    if not residency.on_host or residency.pins(Tier.HOST):
-        return _IN_FLIGHT << _HOST_SHIFT
-    if residency.on_device:
-        return _EVICTABLE << _HOST_SHIFT | _IN_MIRRORS
+def _classify_device(node: Node, state: CopyState) -> int:
+    if state is not RESIDENT:
+        return _IN_FLIGHT
     if node.lock_ref:
-        return _PROTECTED << _HOST_SHIFT
-    return _EVICTABLE << _HOST_SHIFT | (0 if node.children else _IN_HOST_LEAVES)
+        return _PROTECTED
+    if node.residency.pin_counts[0]:
+        return _IN_FLIGHT
+    return _EVICTABLE if node.device_children else _EVICTABLE | _IN_DEVICE

@@ -59,7 +59,7 @@ class Fill:
 
     @property
     def num_pages(self) -> int:
-        return sum(page_count(node) for node in self.nodes)
+        return sum(map(page_count, self.nodes))
 
 
 def page_count(node: Node) -> int:

@@ -21,6 +21,8 @@ class CopyState(Enum):
     FILLING = "filling"  # a transfer into this tier is in flight: owned, not readable
     RESIDENT = "resident"
 
+    __hash__ = object.__hash__  # members are looked up in `_SHARED` all the time, and an Enum hashes their names
+
 
 ABSENT, FILLING, RESIDENT = CopyState
 
@@ -40,17 +42,17 @@ class Residency:
     Both are immutable tuples that nodes share: a node costs two references, and a split copies them.
     """
 
-    __slots__ = ("_pins", "states")
+    __slots__ = ("pin_counts", "states")
 
     def __init__(self, states: States = _NOWHERE, pins: Pins = _UNPINNED) -> None:
         self.states = states
-        self._pins = pins
+        self.pin_counts = pins
 
     def __getitem__(self, tier: Tier) -> CopyState:
         return self.states[tier]
 
     def pins(self, tier: Tier) -> int:
-        return self._pins[tier]
+        return self.pin_counts[tier]
 
     @property
     def on_device(self) -> bool:
@@ -70,12 +72,12 @@ class Residency:
         return (
             self.states is other.states
             and FILLING not in self.states
-            and self._pins == _UNPINNED
-            and other._pins == _UNPINNED
+            and self.pin_counts == _UNPINNED
+            and other.pin_counts == _UNPINNED
         )
 
     def can_drop(self, tier: Tier) -> bool:
-        return self.states[tier] is RESIDENT and not self._pins[tier]
+        return self.states[tier] is RESIDENT and not self.pin_counts[tier]
 
     def adopt(self, tier: Tier) -> None:
         """Take ownership of bytes that are already valid: prefill wrote them, or a read was verified."""
@@ -99,19 +101,21 @@ class Residency:
         self._pin(tier, 1)
 
     def unpin(self, tier: Tier) -> None:
-        if self._pins[tier] < 1:
+        if self.pin_counts[tier] < 1:
             raise ProtocolError(f"the {tier.name.lower()} copy is unpinned more often than pinned")
         self._pin(tier, -1)
 
     def drop(self, tier: Tier) -> None:
         if not self.can_drop(tier):
             state = self.states[tier].value
-            raise ProtocolError(f"the {tier.name.lower()} copy cannot be dropped: {state}, {self._pins[tier]} pins")
+            raise ProtocolError(
+                f"the {tier.name.lower()} copy cannot be dropped: {state}, {self.pin_counts[tier]} pins"
+            )
         self._set(tier, ABSENT)
 
     def split(self) -> Residency:
         """The residency of the other half of a split node: in the same states, with the same pins."""
-        return Residency(self.states, self._pins)
+        return Residency(self.states, self.pin_counts)
 
     def _end_fill(self, tier: Tier, state: CopyState) -> None:
         self._expect(tier, FILLING)
@@ -123,19 +127,14 @@ class Residency:
             raise ProtocolError(f"the {tier.name.lower()} copy is {self.states[tier].value}, not {state.value}")
 
     def _set(self, tier: Tier, state: CopyState) -> None:
-        device, host, storage = self.states
-        if tier is Tier.DEVICE:
-            device = state
-        elif tier is Tier.HOST:
-            host = state
-        else:
-            storage = state
-        self.states = _SHARED[device, host, storage]
+        states = list(self.states)
+        states[tier] = state
+        self.states = _SHARED[states[0], states[1], states[2]]
 
     def _pin(self, tier: Tier, by: int) -> None:
-        pins = list(self._pins)
+        pins = list(self.pin_counts)
         pins[tier] += by
-        self._pins = (pins[0], pins[1], pins[2]) if any(pins) else _UNPINNED
+        self.pin_counts = (pins[0], pins[1], pins[2]) if any(pins) else _UNPINNED
 
 
 _SHARED: dict[States, States] = {(d, h, s): (d, h, s) for d in CopyState for h in CopyState for s in CopyState}

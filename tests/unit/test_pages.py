@@ -44,6 +44,9 @@ def test_a_double_free_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match=r"not allocated: \[0\]"):
         allocator.free(pages)
     assert state(allocator) == before and allocator.free_pages == 2
+    with pytest.raises(ProtocolError, match=r"not allocated: \[0\]"):
+        allocator.free(pages[:1])
+    assert state(allocator) == before and allocator.free_pages == 2
     allocator.free(pages[1:])
     assert state(allocator) == [0, 1, 2, 3]
 
@@ -51,7 +54,7 @@ def test_a_double_free_is_refused_and_changes_nothing() -> None:
 def test_the_same_page_twice_in_one_call_is_refused_and_changes_nothing() -> None:
     allocator = PageAllocator(4)
     allocator.alloc(3)
-    for pages in ([1, 1], [0, 2, 0], [2, 1, 0, 1]):
+    for pages in ([1, 1], [0, 2, 0], [2, 1, 0, 1], [2, 1, 0, 1, 2]):
         with pytest.raises(ProtocolError, match="twice"):
             allocator.free(np.array(pages, np.int32))
         assert state(allocator) == [3]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hicache.decisions import DecisionLog
 from hicache.explaining import Reason, TierExplanation
-from hicache.hashing import RequestNamespace
+from hicache.hashing import RequestNamespace, page_digests
+from hicache.layout import KVLayout
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchPolicy
+from hicache.storage_backends.base import PageRun, kept_format
+from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.memory import MemoryBackend
+from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.testing.rig import Rig, RigOptions
 from hicache.types import PrefixKey, Tier
 
@@ -149,6 +155,30 @@ def test_namespace_differs_in_a_field(rigs: list[Rig], fields: dict[str, str], f
         found = why(rig, tier, A, RequestNamespace(**fields).encode())
         assert (found.reason, found.tokens) == (Reason.NAMESPACE, 0)
         assert found.text.endswith(f"another {field}")
+
+
+@pytest.mark.parametrize("change", [{"revision": "2"}, {"layout": KVLayout(2, 1, 4, 4)}])
+def test_the_identity_of_the_store_differs_in_a_field(
+    rigs: list[Rig], tmp_path: Path, change: dict[str, object]
+) -> None:
+    """The engine came back with another revision, or with larger pages."""
+    rig = rig_of(rigs)
+    rig.cache.detach_storage(0.0)
+    now = rig.tiers.identity
+    before = replace(now, **change)  # type: ignore[arg-type]
+    store = LmdbBackend(tmp_path / "store", before, 4 << 20)
+    form = kept_format(before)
+    keys = page_digests(before.seed(), PrefixKey.of(A).data, before.layout.page_size)
+    pages = [memoryview(bytearray(form.page_bytes)) for _ in keys]
+    assert store.write([PageRun(keys, pages, None)]) == [len(keys)]
+    store.close()
+    rig.cache.attach_storage(rig.storage_tier(RecoveringBackend(lambda: LmdbBackend(tmp_path / "store", now, 4 << 20))))
+    found = why(rig, Tier.STORAGE)
+    assert (found.reason, found.tokens) == (Reason.NAMESPACE, 0)
+    said = {"revision": "revision '2', not None", "layout": "layout.page_size 4, not 2"}
+    assert f"the store has the same tokens for {said[next(iter(change))]}" == found.text
+    assert why(rig, Tier.STORAGE, [50, 51, 52, 53]).reason is Reason.NEVER_STORED
+    rig.cache.detach_storage(0.0)
 
 
 def test_below_the_threshold_of_a_host_copy(rigs: list[Rig]) -> None:
