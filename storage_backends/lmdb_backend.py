@@ -5,14 +5,14 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
-from hicache.hashing import StoreIdentity
+from hicache.hashing import Field, StoreIdentity
 from hicache.layout import HostFormat
-from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage, check_buffers, kept_format
+from hicache.storage_backends.base import Neighbour, PageRun, StorageBackend, StorageUsage, check_buffers, kept_format
 from hicache.storage_backends.budget import MIN_PAGES, BudgetPlan, ValuesMode, page_cost
 from hicache.storage_backends.checksums import page_checksum
 from hicache.storage_backends.codecs import Codec, create_codec
@@ -110,6 +110,11 @@ class LmdbBackend(StorageBackend):
         self._expire()
         return self._store.present(self._number, keys)
 
+    def neighbours(self, keys_of: Callable[[Mapping[str, Field]], Sequence[bytes]]) -> list[Neighbour]:
+        self._check_open()
+        others = {number: fields for number, fields in self._store.labels().items() if number != self._number}
+        return [Neighbour(fields, self._store.leading(number, keys_of(fields))) for number, fields in others.items()]
+
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         self._check_open()
         check_buffers(self._form, keys, buffers)
@@ -163,8 +168,12 @@ class LmdbBackend(StorageBackend):
     def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
         """How many leading pages are stored, and how many of those are in `buffers` now, verified."""
         if self._codec is None:
-            records = self._store.load(self._number, keys, lambda records: buffers)
-            verified = _leading(zip(keys, records, buffers), self._is_intact)
+            records, verified = self._store.load(
+                self._number,
+                keys,
+                lambda records: buffers,
+                lambda number, record, buffer: self._is_intact(keys[number], record, buffer),
+            )
             return len(records), verified
         found = verified = 0
         for start in range(0, len(keys), DECODE_PAGES):
@@ -175,30 +184,31 @@ class LmdbBackend(StorageBackend):
                 break
         return found, verified
 
-    def _is_intact(self, page: tuple[bytes, PageRecord, memoryview]) -> bool:
-        key, record, buffer = page
+    def _is_intact(self, key: bytes, record: PageRecord, buffer: memoryview) -> bool:
         size = self._page_bytes
         return record.length == size and page_checksum(key, buffer[:size]) == record.checksum
 
     def _decode(self, codec: Codec, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> tuple[int, int]:
         """As `_read`, of few pages."""
         places = self._scratch_pages(len(keys))
-        records = self._store.load(
-            self._number, keys, lambda found: [place[: record.slot_bytes] for place, record in zip(places, found)]
-        )
 
-        def decoded(page: tuple[bytes, PageRecord, memoryview, memoryview]) -> bool:
-            key, record, place, buffer = page
+        def decoded(number: int, record: PageRecord, place: memoryview) -> bool:
             data = place[: record.length]
-            if page_checksum(key, data) != record.checksum:
+            if page_checksum(keys[number], data) != record.checksum:
                 return False
             try:
-                codec.decode(data, buffer)
+                codec.decode(data, buffers[number])
             except StoreCorruptError:
                 return False
             return True
 
-        return len(records), _leading(zip(keys, records, places, buffers), decoded)
+        records, verified = self._store.load(
+            self._number,
+            keys,
+            lambda found: [place[: record.slot_bytes] for place, record in zip(places, found)],
+            decoded,
+        )
+        return len(records), verified
 
     def _is_lost(self, key: bytes) -> bool:
         """False if the page that failed its checksum had only been moved by a writer; else it is removed."""
@@ -244,16 +254,6 @@ class LmdbBackend(StorageBackend):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailableError(f"{self._store.name} is closed", "closed")
-
-
-def _leading(pages: Iterator[tuple[object, ...]], good: Callable[..., bool]) -> int:
-    """How many pages are good before the first that is not."""
-    count = 0
-    for page in pages:
-        if not good(page):
-            break
-        count += 1
-    return count
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

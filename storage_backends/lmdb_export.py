@@ -149,12 +149,15 @@ class _Export:
             places[:] = self._reader.places(records)
             return places
 
-        records = self._store.load(number, keys, place)
-        for count, (link, record, data) in enumerate(zip(batch, records, places)):
-            if page_checksum(link.key, data[: record.length]) != record.checksum:
-                return [*batch[:count], *self._put_singly(batch[count:])]
+        def is_whole(position: int, record: PageRecord, data: memoryview) -> bool:
+            return page_checksum(keys[position], data[: record.length]) == record.checksum
+
+        records, whole = self._store.load(number, keys, place, is_whole)
+        for link, record, data in zip(batch[:whole], records, places):
             self._put(link, record, data[: record.length])
-        return batch[: len(records)]
+        if whole < len(records):
+            return [*batch[:whole], *self._put_singly(batch[whole:])]
+        return batch[:whole]
 
     def _put_singly(self, batch: Sequence[_Link]) -> Sequence[_Link]:
         for count, link in enumerate(batch):

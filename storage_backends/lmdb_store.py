@@ -24,7 +24,7 @@ from hicache.storage_backends.lmdb_open import StoreFolder
 from hicache.storage_backends.lmdb_schema import Encoded, NewPage, PageRecord, Space
 from hicache.storage_backends.lmdb_spaces import closest, join_space
 from hicache.storage_backends.lmdb_transactions import Transactions
-from hicache.storage_backends.lmdb_values import InlineValues, PageValues, Place, SlabValues
+from hicache.storage_backends.lmdb_values import Check, InlineValues, Loaded, PageValues, Place, SlabValues
 
 Encode = Callable[[NewPage], Encoded]
 
@@ -102,10 +102,10 @@ class Store:
         """What `action` finds in a snapshot of the index."""
         return self._index.view(action)
 
-    def load(self, number: int, keys: Sequence[bytes], place: Place) -> list[PageRecord]:
-        """Read leading pages of a namespace to where `place` wants them; nothing is verified yet."""
+    def load(self, number: int, keys: Sequence[bytes], place: Place, check: Check) -> Loaded:
+        """Read leading pages of a namespace to where `place` wants them, and `check` each as soon as it is there."""
         return self._index.read(
-            lambda: self._values.load(self._env, lambda view: view.leading_records(number, keys), place)
+            lambda: self._values.load(self._env, lambda view: view.leading_records(number, keys), place, check)
         )
 
     def read(self, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
@@ -227,6 +227,10 @@ class Store:
         if begun and (hint := self.view(lambda view: closest(view, number, label))):
             log.info("%s: no pages are stored for this model yet; %s", self.name, hint)
         return number
+
+    def labels(self) -> dict[int, dict[str, Field]]:
+        """The identity of each namespace."""
+        return self.view(lambda view: view.labels())
 
     # ---- opening and closing ------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from hicache.errors import StoreCorruptError
 from hicache.storage_backends.checksums import page_checksum
@@ -22,6 +23,7 @@ from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import is_slab, slab_name
 from hicache.storage_backends.lmdb_schema import Encoded, PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ALL_SLOTS, ExtentSet
+from hicache.storage_backends.read_ahead import Piece, read_ahead
 from hicache.storage_backends.slab import SlabFile
 
 _LOCATION = struct.Struct(">Q")
@@ -37,6 +39,17 @@ Find: TypeAlias = Callable[[IndexView], list[PageRecord]]
 Place: TypeAlias = Callable[[Sequence[PageRecord]], Sequence[memoryview]]
 """Where the bytes of these pages are to be read to, each of at least its `length` bytes, best of its whole slot."""
 
+Check: TypeAlias = Callable[[int, PageRecord, memoryview], bool]
+"""Whether the page at this position, with its record, is whole: its bytes, if they could be read, are at its place."""
+
+
+class Loaded(NamedTuple):
+    """Leading pages that were found, and how many leading ones of them passed their check."""
+
+    records: list[PageRecord]
+    whole: int
+
+
 log = logging.getLogger(__name__)
 
 
@@ -44,15 +57,15 @@ class PageValues(ABC):
     """Bytes of pages by location. Whatever takes an `index` is part of that transaction."""
 
     @abstractmethod
-    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
-        """Read the pages that `find` finds to where `place` wants them; returns their records.
-
-        Nothing is verified yet, and the place of a page that cannot be read whole keeps garbage.
+    def load(self, env: IndexEnvironment, find: Find, place: Place, check: Check) -> Loaded:
+        """Read the pages that `find` finds to where `place` wants them, and `check` each in turn, perhaps while
+        others are being read. The first that does not pass is the last that is looked at: behind it is garbage.
         """
 
     @abstractmethod
     def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
-        """Read pages from where their records say, to `places`. As `load`, nothing is verified yet."""
+        """Read pages from where their records say, to `places`. Nothing is verified yet, and the place of a page that
+        cannot be read whole keeps garbage."""
 
     @abstractmethod
     def load_one(self, index: IndexView, record: PageRecord) -> memoryview:
@@ -121,12 +134,22 @@ class SlabValues(PageValues):
         self._opening = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "slab-writer")  # begins its thread with the first large write
 
-    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
+    def load(self, env: IndexEnvironment, find: Find, place: Place, check: Check) -> Loaded:
         with env.view() as view:
             records = find(view)
         # The transaction is over: LMDB need not keep old pages while the disk works.
-        self.read(env, records, place(records))
-        return records
+        places = place(records)
+
+        def read(piece: Piece) -> None:
+            self.read(env, records[piece], places[piece])
+
+        whole = 0
+        with closing(read_ahead([slab_of(record.location) for record in records], read)) as pieces:
+            for piece in pieces:
+                whole += _whole(records[piece], places[piece], check, piece.start)
+                if whole < piece.stop:
+                    break
+        return Loaded(records, whole)
 
     def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
         for slot_bytes, numbers in _by_slab([record.location for record in records]):
@@ -307,11 +330,12 @@ class SlabValues(PageValues):
 class InlineValues(PageValues):
     """Location = key in the `values` database. Simple, and slower than a slab: every page is copied by LMDB."""
 
-    def load(self, env: IndexEnvironment, find: Find, place: Place) -> list[PageRecord]:
+    def load(self, env: IndexEnvironment, find: Find, place: Place, check: Check) -> Loaded:
         with env.view(buffers=True) as view:
             records = find(view)
-            _copy_values(view, records, place(records))
-        return records
+            places = place(records)
+            _copy_values(view, records, places)
+        return Loaded(records, _whole(records, places, check, 0))
 
     def read(self, env: IndexEnvironment, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:
         with env.view(buffers=True) as view:
@@ -364,6 +388,12 @@ class InlineValues(PageValues):
 def value_location(key: bytes) -> int:
     """Location of the page whose bytes lie under this key of `values`."""
     return int(_LOCATION.unpack(key)[0])
+
+
+def _whole(records: Sequence[PageRecord], places: Sequence[memoryview], check: Check, first: int) -> int:
+    """How many leading pages, which begin at position `first`, pass their check."""
+    pages = enumerate(zip(records, places), first)
+    return sum(1 for _ in takewhile(lambda page: check(page[0], *page[1]), pages))
 
 
 def _copy_values(view: IndexView, records: Sequence[PageRecord], places: Sequence[memoryview]) -> None:

@@ -9,6 +9,11 @@ pool, batches of 128 pages as its controller makes them.
 put          until the backend says that the pages are stored. The file backend has them in the page cache then.
 put + sync   and until a power loss cannot take them any more.
 cold get     the bytes are not in the page cache.
+get again    directly after it: the file backend reads from the page cache, ours from the disk.
+inline       ours with `values: inline`, which has its pages in the page cache too; the ratio is that of the default.
+raw          the same bytes in a plain file, in pieces of 8 MiB, to the memory of the same pool: what the disk gives.
+
+Each for a pool in small memory pages, as SGLang has it unless told otherwise, and in huge pages.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +56,13 @@ from hicache.integrations.sglang import HiCacheLMDBStorage  # noqa: E402
 
 SHAPES = {"2MiB": (8, 8, 128), "8MiB": (32, 8, 128)}
 """Layers, KV heads and head_dim, by the size of a page of 64 tokens in bfloat16."""
+
+MEMORY = {"small": "0", "huge": "2"}
+"""SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS by the size of the memory pages that the host pool gets with it."""
+
+RAW_BYTES = 8 << 20
+DEPTHS = (1, 2, 4, 8)
+"""Reads of so many bytes each, so many at a time."""
 
 Put = Callable[[list[str], Any, list[str]], bool]
 Get = Callable[[list[str], Any], int]
@@ -87,9 +101,9 @@ def file_backend(pool: Any, folder: Path) -> Peer:
     return Peer(put, get, lambda: None)
 
 
-def our_backend(pool: Any, folder: Path) -> Peer:
+def our_backend(values: str, pool: Any, folder: Path) -> Peer:
     """As CacheController._page_set_zero_copy and _page_get_zero_copy call it."""
-    storage = HiCacheLMDBStorage(config({"path": str(folder), "size": "8GiB"}), {})
+    storage = HiCacheLMDBStorage(config({"path": str(folder), "size": "8GiB", "values": values}), {})
     storage.register_mem_pool_host(pool)
 
     def put(keys: list[str], indices: Any, prefix: list[str]) -> bool:
@@ -98,7 +112,11 @@ def our_backend(pool: Any, folder: Path) -> Peer:
     return Peer(put, lambda keys, indices: sum(storage.batch_get_v1(keys, indices)), storage.close)
 
 
-BACKENDS = {"SGLang file": file_backend, "hicache": our_backend}
+BACKENDS = {
+    "SGLang file": file_backend,
+    "hicache": partial(our_backend, "slab"),
+    "inline": partial(our_backend, "inline"),
+}
 
 
 def batches(keys: list[str]) -> Iterator[tuple[list[str], Any]]:
@@ -147,16 +165,41 @@ def one_round(make: Callable[[Any, Path], Peer], pool: Any, folder: Path, round_
     return rates
 
 
-def compare(size: str, layout: str, mib: int, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Median GiB/s by backend and operation."""
-    device = DevicePool(PAGE, torch.bfloat16, SHAPES[size])
-    pool = host_pool(device, layout, mib // int(size.removesuffix("MiB")))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in BACKENDS}
+def raw_round(pool: Any, folder: Path) -> dict[str, float]:
+    """GiB/s of reading a plain file of the pool's size into the pool's memory."""
+    memory = memoryview(pool.kv_buffer.view(torch.uint8).reshape(-1).numpy()).cast("B")
+    memory = memory[: memory.nbytes // RAW_BYTES * RAW_BYTES]
+    path = folder / "raw"
+
+    def rate(flags: int, depth: int) -> float:
+        file = os.open(path, os.O_RDONLY | flags)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(depth) as readers:
+            starts = range(0, memory.nbytes, RAW_BYTES)
+            moved = sum(readers.map(lambda at: os.preadv(file, [memory[at : at + RAW_BYTES]], at), starts))
+        took = time.perf_counter() - began
+        os.close(file)
+        assert moved == memory.nbytes
+        return moved / 2**30 / took
+
+    path.write_bytes(memory)
+    forget_pages(folder)
+    rates = {f"raw, O_DIRECT, {depth} at a time": rate(os.O_DIRECT, depth) for depth in DEPTHS}
+    return {**rates, "raw, buffered, cold": rate(0, 1)}
+
+
+def compare(pool: Any, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
+    """Median GiB/s by backend and operation, and of the disk alone as the last."""
+    jobs: dict[str, Callable[[Path, int], dict[str, float]]] = {
+        **{name: partial(one_round, make, pool) for name, make in BACKENDS.items()},
+        "raw": lambda place_for, number: raw_round(pool, place_for),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
     for number in range(rounds):
-        for name, make in BACKENDS.items():
+        for name, job in jobs.items():
             place_for = Path(tempfile.mkdtemp(dir=folder))
             try:
-                found[name].append(one_round(make, pool, place_for, number))
+                found[name].append(job(place_for, number))
             finally:
                 shutil.rmtree(place_for)
     return {
@@ -172,18 +215,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layout", default="page_first", help="of the host pool: page_first, layer_first, ...")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--memory", choices=list(MEMORY), action="append", help="only this (default: both)")
     args = parser.parse_args()
     place(Ranks())
     results = {}
-    for size in SHAPES:
-        results[size] = compare(size, args.layout, args.mib, args.rounds, args.folder)
-        theirs, ours = results[size].values()
-        print(f"pages of {size}, {args.layout}, {args.mib} MiB, median of {args.rounds} rounds, GiB/s")
-        print(f"  {'':12} {'SGLang file':>12} {'hicache':>12} {'ratio':>8}")
-        for what in theirs:
-            print(f"  {what:12} {theirs[what]:12.2f} {ours[what]:12.2f} {ours[what] / theirs[what]:7.1f}x")
+    for memory in args.memory or MEMORY:
+        os.environ["SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS"] = MEMORY[memory]
+        for size, shape in SHAPES.items():
+            pages = args.mib // int(size.removesuffix("MiB"))
+            pool = host_pool(DevicePool(PAGE, torch.bfloat16, shape), args.layout, pages)
+            found = results[f"{size}, {memory}"] = compare(pool, args.rounds, args.folder)
+            load = os.getloadavg()[0]
+            print(
+                f"pages of {size}, {args.layout}, pool in {memory} memory pages, GiB/s; {args.mib} MiB, load {load:.1f}"
+            )
+            show(found)
+            pool.destroy()
     if args.json:
         args.json.write_text(json.dumps({"layout": args.layout, "mib": args.mib, "GiB/s": results}, indent=1))
+
+
+def show(found: dict[str, dict[str, float]]) -> None:
+    raw, backends = found["raw"], [found[name] for name in BACKENDS]
+    print(f"  {'':12}" + "".join(f" {name:>12}" for name in BACKENDS) + f" {'ratio':>8}")
+    for what, theirs in backends[0].items():
+        rates = "".join(f" {rates[what]:12.2f}" for rates in backends)
+        print(f"  {what:12}{rates} {backends[1][what] / theirs:7.1f}x")
+    for what, rate in raw.items():
+        print(f"  {what:38} {rate:12.2f} {rate / backends[0]['cold get']:7.1f}x of the cold get of SGLang file")
 
 
 if __name__ == "__main__":

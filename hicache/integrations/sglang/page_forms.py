@@ -8,7 +8,6 @@ is copied. Everywhere else a page is one part, which passes through aligned memo
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.errors import ConfigError
+from hicache.host_pool.arena import Placement, allocate_aligned, huge_page_problem
 from hicache.layout import HOST_ALIGNMENT, round_up
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -86,7 +86,7 @@ def _can_be_in_place(page: torch.Tensor, pointers: list[int], sizes: list[int]) 
 
 
 class Scratch:
-    """Page-aligned memory of the calling thread."""
+    """Page-aligned memory of the calling thread, in huge pages where the machine has them: disks move larger pieces."""
 
     def __init__(self, page_bytes: int) -> None:
         self.stride = round_up(page_bytes, HOST_ALIGNMENT)
@@ -96,7 +96,8 @@ class Scratch:
     def page(self, index: int) -> memoryview:
         arena = getattr(self._local, "arena", None)
         if arena is None:
-            arena = self._local.arena = memoryview(mmap.mmap(-1, self.pages * self.stride))
+            placement = Placement(huge_pages=huge_page_problem() is None)
+            arena = self._local.arena = allocate_aligned(self.pages * self.stride, placement).data
         return arena[index * self.stride : (index + 1) * self.stride]
 
 
