@@ -15,6 +15,7 @@ from typing import TypeVar
 from hicache.demotion import Demotion
 from hicache.errors import TransferError
 from hicache.explaining import Explanation, explain
+from hicache.headroom import Headroom
 from hicache.integrity import check_cache, device_use, host_use
 from hicache.layout import KVLayout
 from hicache.lifecycle import DetachReport, FlushReport, Lifecycle
@@ -63,6 +64,7 @@ class HiCache:
     ) -> None:
         self.tiers = tiers
         self._demotion = Demotion(tiers)
+        self._headroom = Headroom(tiers.device_allocator.num_pages)
         self._clock = clock
         tiers.decisions.clock = clock
         self._expected = Expectations(tiers.tree) if tiers.tree.queue_aware else None
@@ -191,7 +193,7 @@ class HiCache:
         if host.write.on_entry():
             fresh = [node for node in result.adopted if node.residency[Tier.HOST] is ABSENT]
             if fresh:
-                self._demotion.stage_backup(fresh)
+                self._demotion.write_through(fresh)
         elif host.write.mode == "write_through_selective":
             for node in result.path:
                 if host.write.on_hit(node.hits) and node.residency[Tier.HOST] is ABSENT:
@@ -213,6 +215,7 @@ class HiCache:
             return None
         pages = self.tiers.device_allocator.alloc(count)
         self.tiers.request_pages += count
+        self._headroom.took(count)
         return pages
 
     def free_pages(self, pages: PageIndices) -> None:
@@ -269,9 +272,15 @@ class HiCache:
 
     def end_step(self, after: Event | None) -> None:
         """The step's work is submitted: send its copies down as one batch, ordered after `after`, the
-        event behind the compute that wrote the pages. Loads from now on come after it, too."""
+        event behind the compute that wrote the pages. Loads from now on come after it, too.
+
+        With a host tier, pages are evicted ahead of the next step's need.
+        """
         if after is not None:
             self._compute = after
+        ahead = self._headroom.next_step()
+        if self.tiers.usable_host is not None:
+            self._demotion.make_device_room(ahead)
         self._demotion.flush_backups(after)
 
     # ---- prefetch ---------------------------------------------------------------------------

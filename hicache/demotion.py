@@ -135,6 +135,17 @@ class Demotion:
 
     # ---- device → host ----------------------------------------------------------------------
 
+    def write_through(self, nodes: Sequence[Node]) -> None:
+        """Pages have entered the device: begin their host copies.
+
+        A host that is full gives up the copy of another device page for that, to be made again when this page goes.
+        So then it is only done for storage's sake.
+        """
+        host = self.tiers.usable_host
+        assert host is not None
+        if host.pool.allocator.free_pages >= sum(map(page_count, nodes)) or self.persister.on_entry_admits(nodes):
+            self.stage_backup(nodes)
+
     def stage_backup(self, nodes: Sequence[Node], evict: bool = False) -> bool:
         """Begin host copies of device pages; they are copied with the step's batch. False: no host room now.
 

@@ -63,8 +63,13 @@ class Persister:
     def on_entry(self, nodes: Sequence[Node]) -> None:
         """Host copies have arrived: those that are admitted go to storage, if it is written through."""
         storage = self.tiers.writable_storage
-        if storage is not None and storage.write.on_entry():
+        if storage is not None and self.on_entry_admits(nodes):
             self.persist([node for node in nodes if storage.admits(node)], evict=False)
+
+    def on_entry_admits(self, nodes: Sequence[Node]) -> bool:
+        """Would host copies of any of these go on to storage as soon as they are there?"""
+        storage = self.tiers.writable_storage
+        return storage is not None and storage.write.on_entry() and any(map(storage.admits, nodes))
 
     def on_hit(self, nodes: Sequence[Node]) -> None:
         """Nodes were used again, which may have admitted them: as at their entry."""

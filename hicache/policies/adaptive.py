@@ -15,6 +15,7 @@ MAX_GHOSTS = 16_384
 _RELEARN = 4  # times that the volume turns over between two looks at what was learned
 _GROW = 128  # times that it does between two looks at who grew older
 _MIN_ENTERED = 16
+_CHAIN = 8  # entries away for each that is tracked: of a prompt inserted in chunks only the last node is
 
 
 class HitDensity(EvictionOrder[E], Generic[E]):
@@ -48,28 +49,28 @@ class HitDensity(EvictionOrder[E], Generic[E]):
             stamp = known.stamp
         else:
             if known is not None:
-                self._reused(known)
+                self._reused(known.cohort, known.size)
             stamp = int(self._used_at.at(entry.tick))
         self._put(entry, stamp)
 
     def _put(self, entry: E, stamp: int) -> None:
         self._live.put(entry, min(entry.hits, CLASSES - 1), stamp, len(entry.key), entry.hits, self._volume)
 
-    def _reused(self, member: Member) -> None:
-        self._lifetimes.expose(member.kind, member.bucket, member.size)
-        self._lifetimes.reuse(member.kind, member.bucket, member.size)
+    def _reused(self, cohort: int, size: int) -> None:
+        self._lifetimes.exposed[cohort] += size
+        self._lifetimes.reused[cohort] += size
 
     def discard(self, entry: E) -> None:
         member = self._live.pop(entry)
         if member is not None:
-            self._away.limit = away_limit(len(self._live))
+            self._away.limit = away_limit(_CHAIN * len(self._live))
             self._away.put(entry, member)
 
     def touch(self, entry: E) -> None:
         member = self._live.get(entry)
         if member is not None and entry.hits > member.hits:
             self._live.pop(entry)
-            self._reused(member)
+            self._reused(member.cohort, member.size)
             self._put(entry, self._volume)
 
     def evicted(self, entry: E) -> None:
@@ -91,7 +92,7 @@ class HitDensity(EvictionOrder[E], Generic[E]):
             ghost = self._ghosts.pop(identity(entry.key, at))
             if ghost is None:
                 break
-            self._reused(ghost._replace(bucket=bucket_of(self._volume - ghost.stamp)))
+            self._reused(ghost.kind * BUCKETS + bucket_of(self._volume - ghost.stamp), ghost.size)
             known.append(Remembered(min(ghost.size, size - at), ghost.hits + 1))
             at += ghost.size
         self._volume += size

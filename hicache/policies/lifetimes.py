@@ -51,14 +51,8 @@ class Lifetimes:
     """Counts, in bytes of keys, and what follows from them."""
 
     def __init__(self) -> None:
-        self._reused = [[0.0] * BUCKETS for _ in range(CLASSES)]
-        self._exposed = [[0.0] * BUCKETS for _ in range(CLASSES)]
-
-    def expose(self, kind: int, bucket: int, size: int) -> None:
-        self._exposed[kind][bucket] += size
-
-    def reuse(self, kind: int, bucket: int, size: int) -> None:
-        self._reused[kind][bucket] += size
+        self.exposed = [0.0] * (CLASSES * BUCKETS)  # by cohort: class * BUCKETS + bucket
+        self.reused = [0.0] * (CLASSES * BUCKETS)
 
     def densities(self, volume: float) -> Table:
         """Worth of an entry by class and bucket, of any scale; `volume` is the size of all entries in bytes.
@@ -66,8 +60,8 @@ class Lifetimes:
         Where little is known a class is taken to be like all, and all to be used with the same chance in every half
         octave: what was used last is worth most. A slight bias to recent entries lets it be so among near equals.
         """
-        reused = np.array(self._reused)
-        exposed = _smooth(np.maximum(self._exposed, reused))
+        reused = np.array(self.reused).reshape(CLASSES, BUCKETS)
+        exposed = _smooth(np.maximum(np.array(self.exposed).reshape(CLASSES, BUCKETS), reused))
         reused = _smooth(reused)
         weight, least = max(volume, 1.0) * _PRIOR_SHARE, max(volume, 1.0) * _LEAST_SHARE
         everyone = (reused.sum(0) + weight * _PRIOR_HAZARD) / (exposed.sum(0) + weight)
@@ -76,9 +70,8 @@ class Lifetimes:
 
     def decay(self) -> None:
         """Let what was counted count less from now on."""
-        for table in (self._reused, self._exposed):
-            for row in table:
-                row[:] = [count * _DECAY for count in row]
+        for counts in (self.exposed, self.reused):
+            counts[:] = [count * _DECAY for count in counts]
 
 
 def _smooth(counts: Table) -> Table:
@@ -87,14 +80,13 @@ def _smooth(counts: Table) -> Table:
     return np.asarray((wide[:, :-2] + 2 * wide[:, 1:-1] + wide[:, 2:]) / 4)
 
 
+_AHEAD = np.triu(np.ones((BUCKETS, BUCKETS)))
+"""1 where a horizon (second axis) is not before a bucket (first axis)."""
+
+
 def _best_density(hazard: Table, least: float) -> Table:
     """Over all horizons, the chance of a use divided by the time until then and `least`."""
-    best = np.zeros_like(hazard)
-    for bucket in range(BUCKETS):
-        ahead = hazard[:, bucket:]
-        unused = np.cumprod(1 - ahead, axis=1)
-        before = np.concatenate([np.ones((len(hazard), 1)), unused[:, :-1]], axis=1)
-        used = 1 - unused
-        spent = np.cumsum(_WIDTHS[bucket:] * (before + unused) / 2, axis=1)
-        best[:, bucket] = (used / (spent + least)).max(1)
-    return best
+    unused = np.cumprod(1 - hazard[:, None, :] * _AHEAD, axis=2)
+    before = np.concatenate([np.ones((len(hazard), BUCKETS, 1)), unused[:, :, :-1]], axis=2)
+    spent = np.cumsum(_WIDTHS * _AHEAD * (before + unused) / 2, axis=2)
+    return np.asarray(((1 - unused) / (spent + least)).max(2))

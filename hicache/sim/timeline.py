@@ -80,6 +80,7 @@ class VirtualTime:
         self._clock = clock
         self._speed = speed
         self._barren = 0
+        self._moved = -1.0
         self._awaited = -1.0
 
     def now(self) -> float:
@@ -104,6 +105,8 @@ class VirtualTime:
 
     def stalled(self, since: float, limit: float) -> bool:
         """Nothing is due, and asking again has not helped. How much time has passed says nothing."""
+        if since != self._moved:
+            self._moved, self._barren = since, 0
         return self._barren > _BARREN_IDLES
 
     def settle(self, cache: Cache, limit: float) -> bool:

@@ -261,6 +261,14 @@ class HiCacheMachine(RuleBasedStateMachine):
             self.rig.hang()
 
     @rule()
+    def hang_for_long(self) -> None:
+        """Two calls, so that not only loads are met, which go before stores: beyond every deadline."""
+        self.rig.hang()
+        self.rig.hang()
+        self.rig.now += 6.0
+        self.cache.poll()
+
+    @rule()
     def release(self) -> None:
         self.rig.release()
 
@@ -303,8 +311,9 @@ class HiCacheMachine(RuleBasedStateMachine):
                 (1, lambda: self.settle()),
                 (1, lambda: self.wait(rng.choice([0.4, 0.4, 0.4, 6.0, 70.0]))),
                 (1, lambda: self.fail_next(rng.choice(["d2h", "h2d", "load", "store"]))),
-                (0.2, lambda: self.fail_many(rng.choice(["load", "store"]), 5)),
+                (0.3, lambda: self.fail_many(rng.choice(["load", "store"]), 5)),
                 (1, lambda: self.hang(3)),
+                (0.2, lambda: self.hang_for_long()),
                 (0.5, lambda: self.release()),
                 (0.1, lambda: self.clear_elsewhere(5)),
                 (0.1, lambda: self.detach_or_attach(5)),
@@ -415,9 +424,11 @@ def test_every_interleaving_keeps_every_byte(seed: int) -> None:
 def test_long_walks_reach_everything_and_keep_every_byte() -> None:
     """Depth instead of shrinking: the same moves, hundreds in a row, over many configurations."""
     REACHED.clear()
-    for seed in range(104):
+    for seed in range(136):
         machine = HiCacheMachine()
         machine.options = (by_way_of_storage if seed % 3 == 0 else configuration)(1000 + seed)
+        if seed % 8 == 7:  # large enough for pages to be evicted ahead of need
+            machine.options = replace(machine.options, device_pages=33)
         machine.build()
         for part in range(8):
             machine.burst(seed * 1000 + part)

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from hicache.errors import ConfigError
+from hicache.host_pool import arena
 from hicache.integrations.sglang import HiCacheLMDBStorage
 from hicache.integrations.sglang.page_forms import SCRATCH_BYTES
 
@@ -161,6 +162,21 @@ def test_more_pages_than_scratch_holds(storage: MakeStorage) -> None:
     pool.kv_buffer.zero_()
     assert all(one.batch_get_v1(keys, indices(slots)))
     assert all(map(torch.equal, pages_of(pool, slots), truth))
+
+
+def test_scratch_where_huge_pages_are_off(
+    storage: MakeStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    monkeypatch.setattr(arena, "_THP", setting)
+    pool = mha("layer_first")
+    one = storage(pool)
+    truth = pages_of(pool, [3, 1])
+    assert one.batch_set_v1(KEYS[:2], indices([3, 1])) == [True] * 2
+    pool.kv_buffer.zero_()
+    assert one.batch_get_v1(KEYS[:2], indices([3, 1])) == [True] * 2
+    assert all(map(torch.equal, pages_of(pool, [3, 1]), truth))
 
 
 def test_leading_pages_until_the_first_that_is_missing(storage: MakeStorage) -> None:

@@ -32,10 +32,10 @@ def test_worth_is_the_best_ratio_of_hits_to_time() -> None:
     """All of class 1 is used in bucket 30, none of class 0: until then 1 is worth ever more, afterwards nothing."""
     lifetimes = Lifetimes()
     for bucket in range(BUCKETS):
-        lifetimes.expose(0, bucket, 10**9)
+        lifetimes.exposed[bucket] += 10**9
         if bucket <= 30:
-            lifetimes.expose(1, bucket, 10**9)
-    lifetimes.reuse(1, 30, 10**9)
+            lifetimes.exposed[BUCKETS + bucket] += 10**9
+    lifetimes.reused[BUCKETS + 30] += 10**9
     density = lifetimes.densities(1e4)
     assert density[1, 25] > density[1, 15] > 100 * density[0, 15]
     expected = 1 / (age_of(30) - age_of(25) + (age_of(31) - age_of(30)) / 2)
@@ -44,8 +44,7 @@ def test_worth_is_the_best_ratio_of_hits_to_time() -> None:
 
 def test_old_counts_fade() -> None:
     lifetimes = Lifetimes()
-    lifetimes.expose(2, 10, 1000)
-    lifetimes.reuse(2, 10, 1000)
+    lifetimes.exposed[2 * BUCKETS + 10] = lifetimes.reused[2 * BUCKETS + 10] = 1000.0
     before = lifetimes.densities(1000.0)[2, 9]
     for _ in range(2000):
         lifetimes.decay()
@@ -61,12 +60,12 @@ def test_cohorts_count_everybody_once_in_every_bucket() -> None:
     old, new = cohorts.get("old"), cohorts.get("new")
     assert old is not None and old.bucket == bucket_of(1024)
     assert new is not None and new.bucket == bucket_of(768)
-    exposed = lifetimes._exposed[0]
+    exposed = lifetimes.exposed
     assert exposed[: bucket_of(768) + 1] == [192.0] * (bucket_of(768) + 1)
     assert exposed[bucket_of(1024)] == 64.0 and not any(exposed[bucket_of(1024) + 1 :])
     assert cohorts.size == 192 and cohorts.head(old.cohort) == "old"
     assert cohorts.pop("old") == old and cohorts.pop("old") is None and cohorts.size == 128
-    assert lifetimes._exposed[0][old.bucket] == 0.0  # it left early: nothing is known of the rest of this bucket
+    assert lifetimes.exposed[old.bucket] == 0.0  # it left early: nothing is known of the rest of this bucket
 
 
 def test_what_was_evicted_is_recalled_part_by_part() -> None:
@@ -88,11 +87,25 @@ def test_a_lock_is_no_use_and_a_hit_is_one() -> None:
     order.add(entry)
     order.discard(entry)
     order.add(entry)
-    assert sum(map(sum, order._lifetimes._reused)) == 0
+    assert sum(order._lifetimes.reused) == 0
     order.discard(entry)
     entry.hits, entry.tick = 1, 2
     order.add(entry)
-    assert sum(map(sum, order._lifetimes._reused)) == len(entry.key)
+    assert sum(order._lifetimes.reused) == len(entry.key)
+
+
+def test_uses_of_all_chunks_of_long_prompts_are_counted() -> None:
+    """Twenty prompts of seven chunks each: only their last nodes are tracked, the others have a child."""
+    order, chunks, leaves = HitDensity[Entry](), [Entry(1, 1) for _ in range(120)], [Entry(1, 1) for _ in range(20)]
+    for entry in leaves + chunks:
+        order.entered(entry)
+        order.add(entry)
+    for entry in chunks:
+        order.discard(entry)
+    for entry in chunks:
+        entry.hits, entry.tick = 1, 2
+        order.add(entry)
+    assert sum(order._lifetimes.reused) == sum(len(entry.key) for entry in chunks)
 
 
 def test_ghosts_are_bounded() -> None:
