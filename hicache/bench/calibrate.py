@@ -21,7 +21,7 @@ import torch
 from hicache.bench.progress import Progress
 from hicache.bench.serving import compute_threads
 from hicache.bench.storage_media import Job, batch_keys, measure_store, random_pages, scratch_folder
-from hicache.config.units import format_duration, format_rate
+from hicache.config.units import SECONDS, format_rate
 from hicache.costs import Link, PrefillCost
 from hicache.device_pool import DevicePool, resolve_device
 from hicache.hashing import StoreIdentity
@@ -82,7 +82,7 @@ def run(
     progress("prefill")
     with compute_threads(None):
         prefill, decode_step = measure_compute(loaded, sizes, device)
-    pairs = {"pairs_per_second": float(f"{1 / prefill.per_pair:.4g}")} if prefill.per_pair else {}
+    pairs = {"pairs_per_second": int(_measured(1 / prefill.per_pair))} if prefill.per_pair else {}
     costs = {
         "to_device": _section(to_device),
         "to_host": _section(to_host),
@@ -90,7 +90,7 @@ def run(
         "disk_write": _section(disk.write),
         "lookup": _duration(disk.lookup),
         "decode_step": _duration(decode_step),
-        "prefill": {"tokens_per_second": float(f"{1 / prefill.per_token:.4g}"), **pairs},
+        "prefill": {"tokens_per_second": _measured(1 / prefill.per_token), **pairs},
     }
     return {"model": model, "page_bytes": layout.page_bytes, "costs": costs}
 
@@ -195,8 +195,15 @@ def best(work: Callable[[], object], repeats: int) -> float:
 
 
 def _section(link: Link) -> dict[str, str]:
-    return {"bandwidth": format_rate(link.bytes_per_second, "B/s"), "latency": _duration(link.latency)}
+    return {"bandwidth": format_rate(_measured(link.bytes_per_second), "B/s"), "latency": _duration(link.latency)}
 
 
 def _duration(seconds: float) -> str:
-    return format_duration(max(round(seconds, 6), _LEAST_LATENCY))
+    seconds = max(seconds, _LEAST_LATENCY)
+    unit = next(unit for unit in ("s", "ms", "us") if unit == "us" or seconds >= SECONDS[unit])
+    return f"{_measured(seconds / float(SECONDS[unit])):g}{unit}"
+
+
+def _measured(value: float) -> float:
+    """To three digits, which is more than two runs agree on."""
+    return float(f"{value:.3g}")
