@@ -384,7 +384,7 @@ MUST_REACH = (
 
 
 COSTS = Costs(PrefillCost(0.01, 0.005), to_device=Link(60_000.0, 0.01), disk_read=Link(20_000.0, 0.01))
-"""A page of the rig takes 25 to 150 ms to compute, by its place in the prompt; from the host 68 ms, from disk 205 ms."""
+"""A page of the rig takes 25 to 150 ms to compute, by its place in the prompt, and 68 or 205 ms from host or disk."""
 
 
 def configuration(seed: int) -> RigOptions:
