@@ -63,7 +63,7 @@ class Persister:
     def on_entry(self, nodes: Sequence[Node]) -> None:
         """Host copies have arrived: those that are admitted go to storage, if it is written through."""
         storage = self.tiers.writable_storage
-        if storage is not None and self.on_entry_admits(nodes):
+        if storage is not None and storage.write.on_entry():
             self.persist([node for node in nodes if storage.admits(node)], evict=False)
 
     def on_entry_admits(self, nodes: Sequence[Node]) -> bool:
