@@ -152,7 +152,7 @@ class HiCache:
             if node.residency[Tier.DEVICE] is ABSENT:
                 to_load.append(node)
             else:
-                fill = next(fill for fill in self.tiers.tree.fills_of(node) if fill.tier is Tier.DEVICE)
+                fill = next(fill for fill in self.tiers.tree.fills.of(node) if fill.tier is Tier.DEVICE)
                 if fill.doomed:
                     break
                 if self._ticket_of[fill] not in tickets:
@@ -164,7 +164,7 @@ class HiCache:
         host = self.tiers.host
         pages = self.tiers.device_allocator.alloc(count)
         assert host is not None and pages is not None
-        fill = self.tiers.tree.begin_fill(Tier.DEVICE, nodes, pages)
+        fill = self.tiers.tree.fills.begin(Tier.DEVICE, nodes, pages)
         ticket = host.copies.load_back(joined([node.host_pages for node in nodes]), pages, self._compute)
         self._loads.append((ticket, fill))
         self._ticket_of[fill] = ticket
@@ -260,14 +260,14 @@ class HiCache:
         except TransferError:
             self.tiers.copy_ended(failed=True)
             self.tiers.decisions.load_failed(fill.nodes)
-            self.tiers.free_device(self.tiers.tree.abort_fill(fill))
+            self.tiers.free_device(self.tiers.tree.fills.abort(fill))
             return
         self.tiers.copy_ended(failed=False)
         self.tiers.counters.moved_bytes[HOST_DEVICE] += ticket.nbytes
         if fill.doomed:
-            self.tiers.free_device(self.tiers.tree.abort_fill(fill))
+            self.tiers.free_device(self.tiers.tree.fills.abort(fill))
         else:
-            self.tiers.tree.commit_fill(fill)
+            self.tiers.tree.fills.commit(fill)
             self._demotion.settled += fill.nodes
 
     def end_step(self, after: Event | None) -> None:

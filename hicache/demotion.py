@@ -161,7 +161,7 @@ class Demotion:
             return False
         pages = host.pool.allocator.alloc(count)
         assert pages is not None
-        fill = self.tiers.tree.begin_fill(Tier.HOST, nodes, pages)
+        fill = self.tiers.tree.fills.begin(Tier.HOST, nodes, pages)
         self._staged.append(Backup(fill, leaving, self.tiers.tree.tick))
         self._leaving_device += leaving
         return True
@@ -188,14 +188,14 @@ class Demotion:
             self.tiers.copy_ended(failed=True)
             for backup in reversed(batch.backups):
                 self._leaving_device -= backup.evict_pages
-                self.tiers.free_host(self.tiers.tree.abort_fill(backup.fill))
+                self.tiers.free_host(self.tiers.tree.fills.abort(backup.fill))
             return
         self.tiers.copy_ended(failed=False)
         counters.moved_bytes[DEVICE_HOST] += batch.ticket.nbytes
         arrived: list[Node] = []
         for backup in batch.backups:
             self._leaving_device -= backup.evict_pages
-            self.tiers.tree.commit_fill(backup.fill)
+            self.tiers.tree.fills.commit(backup.fill)
             arrived += backup.fill.nodes
         self.settled += arrived
         self.persister.on_entry(arrived)

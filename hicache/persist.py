@@ -92,7 +92,7 @@ class Persister:
                 refused.append((node, DropReason.CHAIN_CUT))
             elif chain:
                 runs.append(self._run_of(chain, storage.generation))
-                fill = tree.begin_fill(Tier.STORAGE, chain, no_pages())
+                fill = tree.fills.begin(Tier.STORAGE, chain, no_pages())
                 persists.append(Persist(fill, page_count(node) if evict else 0, tree.tick))
                 accepted.append(node)
         if not persists:
@@ -101,7 +101,7 @@ class Persister:
         ticket = storage.engine.write(runs, nbytes)
         if ticket is None:
             for persist in reversed(persists):
-                tree.commit_store(persist.fill, 0)
+                tree.fills.commit_store(persist.fill, 0)
             reason = DropReason.STORAGE_SHED if storage.engine.takes_stores else DropReason.TIER_DEGRADED
             return refused + [(node, reason) for node in accepted]
         batch = PersistBatch(storage, ticket, tuple(persists))
@@ -165,7 +165,7 @@ class Persister:
             self._settled += persist.fill.nodes
             # what was stored in another store, or before this one was cleared, is not in it
             valid = batch.tier is storage and run.generation == storage.generation
-            self.tiers.tree.commit_store(persist.fill, count if valid else 0)
+            self.tiers.tree.fills.commit_store(persist.fill, count if valid else 0)
             if not count and run.parent is not None and batch.ticket.error is None:
                 self._forget_stored(top.parent)
             self._drop_unused(persist, reason)

@@ -151,7 +151,7 @@ def _mean_turn(page_size: int, scale: _Scale, write_through: bool) -> _Turn:
             inserted = time.perf_counter()
             if write_through:
                 count = sum(len(node.key) for node in result.adopted) // tree.page_bytes
-                tree.commit_fill(tree.begin_fill(Tier.HOST, result.adopted, pages[:count]))
+                tree.fills.commit(tree.fills.begin(Tier.HOST, result.adopted, pages[:count]))
                 tree.coalesce(result.adopted)  # as HiCache.poll does
             turns.append(_Turn(matched - start, inserted - matched, time.perf_counter() - inserted))
     return _Turn(*(mean(column) for column in zip(*turns, strict=True)))

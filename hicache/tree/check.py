@@ -24,7 +24,7 @@ def pins_are_resident(tree: RadixTree) -> None:
 def fills_are_in_flight(tree: RadixTree) -> None:
     """FILLING exactly while one live fill covers the node, and its source is pinned at least that often."""
     for node in tree.nodes():
-        fills = tree.fills_of(node)
+        fills = tree.fills.of(node)
         filling = {tier for tier in Tier if node.residency[tier] is FILLING}
         _require(sorted(fill.tier for fill in fills) == sorted(filling), "fills and states differ", node)
         needed = Counter(SOURCE[tier] for tier in filling)
@@ -41,7 +41,7 @@ def device_is_prefix_closed(tree: RadixTree) -> None:
         parent = node.parent
         if parent is None or parent.is_root or node.residency[Tier.DEVICE] is ABSENT:
             continue
-        doomed = any(fill.doomed for fill in tree.fills_of(node) if fill.tier is Tier.DEVICE)
+        doomed = any(fill.doomed for fill in tree.fills.of(node) if fill.tier is Tier.DEVICE)
         above = parent.residency[Tier.DEVICE]
         fine = above is RESIDENT or (node.residency[Tier.DEVICE] is FILLING and (above is FILLING or doomed))
         _require(fine, "a device copy has no device copy above it", node)

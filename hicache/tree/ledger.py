@@ -24,7 +24,7 @@ from enum import IntEnum
 
 from hicache.policies.base import EvictionOrder, Remembered
 from hicache.policies.eviction import eviction_order
-from hicache.tree.node import Node
+from hicache.tree.node import Node, parent_of
 from hicache.tree.plans import page_count
 from hicache.tree.residency import ABSENT, RESIDENT, CopyState
 from hicache.types import Tier
@@ -64,6 +64,11 @@ class Ledger:
         now = classify(node)
         if now != node.listed:
             self._move(node, now)
+
+    def refresh_parent(self, node: Node) -> None:
+        parent = parent_of(node)
+        if not parent.is_root:
+            self.refresh(parent)
 
     def forget(self, node: Node) -> None:
         """Uncount a node that is about to change its length or to leave the tree."""

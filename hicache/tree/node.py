@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hicache.errors import ProtocolError
 from hicache.policies.retention import Retention
 from hicache.tree.residency import RESIDENT, Residency
 from hicache.types import PageIndices
@@ -90,3 +91,10 @@ class Node:
             yield node
             if node.children:
                 todo.extend(node.children.values())
+
+
+def parent_of(node: Node) -> Node:
+    """Raises ProtocolError for a root, which has none."""
+    if node.parent is None:
+        raise ProtocolError("the root of a namespace has no pages")
+    return node.parent

@@ -1,4 +1,4 @@
-"""The radix tree: longest cached prefix, insertion, locks, and the bookkeeping of copies in flight.
+"""The radix tree: longest cached prefix, insertion, locks, cuts, and what leaves it. Copies in flight: `fills`.
 
 Token ids are kept once, as int32 bytes. A child is found by the bytes of its first page; a whole
 node is compared by one memcmp without copying; only a partial match looks for the diverging page.
@@ -13,9 +13,10 @@ import numpy as np
 from hicache.errors import ProtocolError
 from hicache.hashing import DIGEST_BYTES, page_digests
 from hicache.policies.base import Remembered
+from hicache.tree.fills import Fills
 from hicache.tree.ledger import IN_AN_ORDER, Ledger
-from hicache.tree.node import Node
-from hicache.tree.plans import Fill, InsertResult, LockReceipt, PrefixMatch, joined, page_count
+from hicache.tree.node import Node, parent_of
+from hicache.tree.plans import InsertResult, LockReceipt, PrefixMatch, page_count
 from hicache.tree.residency import ABSENT, FILLING, RESIDENT
 from hicache.types import TOKEN_BYTES, PageIndices, PrefixKey, Tier, no_pages
 
@@ -38,7 +39,7 @@ class RadixTree:
         self.queue_aware = frozenset(queue_aware)
         self.ledger = Ledger(device_eviction, host_eviction, queue_aware)
         self._roots: dict[bytes, Node] = {}
-        self._fills: dict[Node, list[Fill]] = {}
+        self.fills = Fills(self.ledger, self.split)
         self._tick = 0
 
     # ---- lookup -----------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class RadixTree:
         return [*nodes, leaf]
 
     def _adopt_device(self, node: Node, pages: PageIndices) -> None:
-        parent = _parent(node)
+        parent = parent_of(node)
         node.device_pages = pages
         node.residency.adopt(Tier.DEVICE)
         parent.device_children += 1
@@ -256,7 +257,7 @@ class RadixTree:
         if node.residency[Tier.STORAGE] is ABSENT:
             node.residency.adopt(Tier.STORAGE)
         self.ledger.refresh(node)
-        self._refresh_parent(node)
+        self.ledger.refresh_parent(node)
 
     def _root(self, namespace: bytes) -> Node:
         root = self._roots.get(namespace)
@@ -303,7 +304,7 @@ class RadixTree:
         if not 0 < cut < len(node.key):
             raise ProtocolError(f"a node of {len(node.key) // self.page_bytes} pages cannot be cut at {num_pages}")
         self.ledger.forget(node)
-        parent = _parent(node)
+        parent = parent_of(node)
         upper = Node(parent, node.key[:cut], node.tick, node.start)
         upper.created, upper.hits, upper.priority = node.created, node.hits, node.priority
         upper.lock_ref, upper.from_storage = node.lock_ref, node.from_storage
@@ -319,9 +320,7 @@ class RadixTree:
         if node.digests is not None:
             at = num_pages * DIGEST_BYTES
             upper.digests, node.digests = node.digests[:at], node.digests[at:]
-        for fill in self._fills.get(node, ()):
-            fill.nodes.insert(fill.nodes.index(node), upper)
-            self._fills.setdefault(upper, []).append(fill)
+        self.fills.was_split(upper, node)
         self.ledger.refresh(upper)
         self.ledger.refresh(node)
         return upper
@@ -349,7 +348,7 @@ class RadixTree:
         """`lower` takes over its only parent's pages and place; `upper` leaves the tree."""
         self.ledger.forget(upper)
         self.ledger.forget(lower)
-        parent = _parent(upper)
+        parent = parent_of(upper)
         _assert_children(parent)[upper.key[: self.page_bytes]] = lower
         upper.alive = False
         lower.parent, lower.key, lower.start = parent, upper.key + lower.key, upper.start
@@ -360,97 +359,7 @@ class RadixTree:
         lower.created = min(upper.created, lower.created)
         self.ledger.refresh(lower)
 
-    # ---- copies in flight -------------------------------------------------------------------
-
-    def begin_fill(self, tier: Tier, nodes: Sequence[Node], pages: PageIndices) -> Fill:
-        """Nodes start to receive a copy on `tier`. `pages` are the destination pages of all of them, in
-        order (none for storage). Sources are pinned until the fill is committed or aborted."""
-        fill = Fill(tier, list(nodes))
-        at = 0
-        for node in nodes:
-            upto = at + page_count(node)
-            if tier is Tier.DEVICE:
-                self._begin_device_fill(node, pages[at:upto].copy())
-            else:
-                node.residency.begin_fill(tier)
-                if tier is Tier.HOST:
-                    self.ledger.entered(node, tier)
-                    node.host_pages = pages[at:upto].copy()
-            self._fills.setdefault(node, []).append(fill)
-            self.ledger.refresh(node)
-            at = upto
-        return fill
-
-    def _begin_device_fill(self, node: Node, pages: PageIndices) -> None:
-        parent = _parent(node)
-        if not parent.is_root and parent.residency[Tier.DEVICE] is ABSENT:
-            raise ProtocolError("a page cannot be loaded before its ancestors")
-        node.residency.begin_fill(Tier.DEVICE)
-        self.ledger.entered(node, Tier.DEVICE)
-        node.device_pages = pages
-        parent.device_children += 1
-        self._refresh_parent(node)
-
-    def commit_fill(self, fill: Fill) -> None:
-        """The copy arrived, and what it continues did too (`fill.doomed` is not set)."""
-        if fill.doomed:
-            raise ProtocolError("the pages before this copy did not arrive: abort it")
-        for node in fill.nodes:
-            node.residency.commit_fill(fill.tier)
-            self._end(node, fill)
-
-    def commit_store(self, fill: Fill, stored_pages: int) -> None:
-        """The first `stored_pages` pages of a storage fill are stored, the rest is not."""
-        for node in list(fill.nodes):
-            count = page_count(node)
-            if 0 < stored_pages < count:
-                upper = self.split(node, stored_pages)
-                upper.residency.commit_fill(fill.tier)
-                self._end(upper, fill)
-                count, stored_pages = count - stored_pages, 0
-            if stored_pages >= count:
-                node.residency.commit_fill(fill.tier)
-            else:
-                node.residency.abort_fill(fill.tier)
-            stored_pages = max(stored_pages - count, 0)
-            self._end(node, fill)
-
-    def abort_fill(self, fill: Fill) -> PageIndices:
-        """The copy did not arrive. Returns the destination pages, which nobody owns any more."""
-        freed: list[PageIndices | None] = []
-        for node in reversed(fill.nodes):
-            node.residency.abort_fill(fill.tier)
-            if fill.tier is Tier.DEVICE:
-                freed.append(node.device_pages)
-                node.device_pages = None
-                _parent(node).device_children -= 1
-                self._doom_below(node, fill)
-            elif fill.tier is Tier.HOST:
-                freed.append(node.host_pages)
-                node.host_pages = None
-            self._end(node, fill)
-            self._refresh_parent(node)
-        return joined(freed)
-
-    def _doom_below(self, node: Node, aborted: Fill) -> None:
-        for child in (node.children or {}).values():
-            for fill in self._fills.get(child, ()):
-                if fill.tier is Tier.DEVICE and fill is not aborted:
-                    fill.doomed = True
-
-    def _end(self, node: Node, fill: Fill) -> None:
-        fills = self._fills[node]
-        fills.remove(fill)
-        if not fills:
-            del self._fills[node]
-        self.ledger.refresh(node)
-
-    def fills_of(self, node: Node) -> Sequence[Fill]:
-        return self._fills.get(node, ())
-
-    @property
-    def fills(self) -> dict[Node, list[Fill]]:
-        return self._fills
+    # ---- pins -------------------------------------------------------------------------------
 
     def pin_host(self, nodes: Sequence[Node], by: int) -> None:
         """Keep (+1) or release (-1) the host copies of `nodes` while room is made for their load."""
@@ -473,7 +382,7 @@ class RadixTree:
         node.residency.drop(Tier.DEVICE)
         self.ledger.dropped(node, Tier.DEVICE)
         pages, node.device_pages = node.device_pages, None
-        _parent(node).device_children -= 1
+        parent_of(node).device_children -= 1
         self._settle(node)
         return no_pages() if pages is None else pages
 
@@ -493,7 +402,7 @@ class RadixTree:
 
     def _settle(self, node: Node) -> None:
         """Recount a node that lost a copy, or unlink it if it was the last one."""
-        parent = _parent(node)
+        parent = parent_of(node)
         if node.device_pages is None and node.host_pages is None:
             del _assert_children(parent)[node.key[: self.page_bytes]]
             node.alive = False
@@ -501,12 +410,7 @@ class RadixTree:
                 self._prune_root(parent)
         else:
             self.ledger.refresh(node)
-        self._refresh_parent(node)
-
-    def _refresh_parent(self, node: Node) -> None:
-        parent = _parent(node)
-        if not parent.is_root:
-            self.ledger.refresh(parent)
+        self.ledger.refresh_parent(node)
 
     # ---- names on storage -------------------------------------------------------------------
 
@@ -522,12 +426,6 @@ class RadixTree:
             step.digests = b"".join(page_digests(last, step.key, self.page_size))
             last = step.digests[-DIGEST_BYTES:]
         return node.digests or b""
-
-
-def _parent(node: Node) -> Node:
-    if node.parent is None:
-        raise ProtocolError("the root of a namespace has no pages")
-    return node.parent
 
 
 def _assert_children(node: Node) -> dict[bytes, Node]:

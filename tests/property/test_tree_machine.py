@@ -260,7 +260,7 @@ class TreeMachine(RuleBasedStateMachine):
         if pages is None:
             return
         names = [prefix for node in nodes for prefix in pages_of(node, self.tree.namespace_of(node))]
-        self.transfers.append(Transfer(self.tree.begin_fill(tier, nodes, pages), names))
+        self.transfers.append(Transfer(self.tree.fills.begin(tier, nodes, pages), names))
         for index, prefix in enumerate(names):
             self.known[prefix].put(tier, int(pages[index]) if len(pages) else None, "filling")
 
@@ -289,7 +289,7 @@ class TreeMachine(RuleBasedStateMachine):
         transfer = next(item for item in self.transfers if item.fill.tier is tier)
         if transfer.doomed:
             with pytest.raises(ProtocolError, match="abort it"):
-                self.tree.commit_fill(transfer.fill)
+                self.tree.fills.commit(transfer.fill)
             REACHED["doomed_refused"] += 1
             self.abort_one(transfer)
         else:
@@ -301,9 +301,9 @@ class TreeMachine(RuleBasedStateMachine):
         if tier is Tier.STORAGE:
             count = self.rng.randint(0, count)
             REACHED["partial_store"] += 0 < count < len(transfer.prefixes)
-            self.tree.commit_store(transfer.fill, count)
+            self.tree.fills.commit_store(transfer.fill, count)
         else:
-            self.tree.commit_fill(transfer.fill)
+            self.tree.fills.commit(transfer.fill)
         REACHED[f"commit_{tier.name.lower()}"] += 1
         for index, prefix in enumerate(transfer.prefixes):
             self.known[prefix].states[tier] = "resident" if index < count else "absent"
@@ -317,7 +317,7 @@ class TreeMachine(RuleBasedStateMachine):
     def abort_one(self, transfer: Transfer) -> None:
         tier = transfer.fill.tier
         self.transfers.remove(transfer)
-        freed = self.tree.abort_fill(transfer.fill)
+        freed = self.tree.fills.abort(transfer.fill)
         destination = [page for prefix in transfer.prefixes if (page := self.known[prefix].pages[tier]) is not None]
         assert sorted(freed.tolist()) == sorted(destination)
         self.pools[tier].free(freed)

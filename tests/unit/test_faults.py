@@ -573,7 +573,7 @@ def test_f15_a_page_below_one_that_cannot_be_stored_is_not_written() -> None:
     assert rig.tiers.host is not None and rig.engine is not None
     pages = rig.tiers.host.pool.allocator.alloc(2)
     assert pages is not None
-    rig.tiers.tree.commit_fill(rig.tiers.tree.begin_fill(Tier.HOST, [tail], pages))
+    rig.tiers.tree.fills.commit(rig.tiers.tree.fills.begin(Tier.HOST, [tail], pages))
     assert rig.cache._demotion.persister.persist([tail], evict=False) == [(tail, DropReason.CHAIN_CUT)]
     assert rig.engine.queued_bytes == 0 and head.residency[Tier.STORAGE] is ABSENT
 

@@ -150,7 +150,7 @@ def test_a_host_copy_that_goes_is_a_ghost_of_the_host_and_not_of_the_device() ->
     tree = RadixTree(16, "adaptive", "adaptive")
     node = tree.insert(PrefixKey.of(list(range(64))), np.arange(4, dtype=np.int32)).node
     assert node is not None
-    tree.commit_fill(tree.begin_fill(Tier.HOST, [node], np.arange(4, dtype=np.int32)))
+    tree.fills.commit(tree.fills.begin(Tier.HOST, [node], np.arange(4, dtype=np.int32)))
     tree.drop_host(node)
     mirrors, device = tree.ledger.mirrors, tree.ledger.device
     assert isinstance(mirrors, HitDensity) and isinstance(device, HitDensity)

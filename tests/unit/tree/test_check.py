@@ -22,7 +22,7 @@ def sound() -> tuple[RadixTree, Node, Node]:
     lower = tree.insert(PrefixKey.of([1, 2, 3, 4]), PAGES[:4]).node
     assert lower is not None
     upper = tree.split(lower, 2)
-    tree.commit_fill(tree.begin_fill(Tier.HOST, [upper, lower], PAGES[:4]))
+    tree.fills.commit(tree.fills.begin(Tier.HOST, [upper, lower], PAGES[:4]))
     return tree, upper, lower
 
 
@@ -57,9 +57,10 @@ def too_few_pages(tree: RadixTree, upper: Node, lower: Node) -> None:
 
 
 def dead_fill(tree: RadixTree, upper: Node, lower: Node) -> None:
-    fill = tree.begin_fill(Tier.STORAGE, [lower], PAGES[:0])
-    tree.fills[Node(None, b"", 0)] = [fill]
-    next(reversed(tree.fills)).alive = False
+    tree.fills.begin(Tier.STORAGE, [lower], PAGES[:0])
+    dead = Node(None, b"", 0)
+    dead.alive = False
+    tree.fills.was_split(dead, lower)
 
 
 DAMAGE: dict[str, tuple[str, Callable[[RadixTree, Node, Node], None]]] = {
@@ -88,7 +89,7 @@ def test_a_sound_tree_passes() -> None:
     tree, _, lower = sound()
     check_tree(tree)
     receipt = tree.lock(lower)
-    tree.begin_fill(Tier.STORAGE, [lower], PAGES[:0])
+    tree.fills.begin(Tier.STORAGE, [lower], PAGES[:0])
     check_tree(tree)
     tree.unlock(receipt)
     check_tree(tree)

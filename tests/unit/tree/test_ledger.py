@@ -21,7 +21,7 @@ def tree_of_two() -> tuple[RadixTree, Node, Node]:
 
 
 def backed(tree: RadixTree, node: Node, pages: PageIndices = PAGES) -> None:
-    tree.commit_fill(tree.begin_fill(Tier.HOST, [node], pages[: len(node.key) // 4]))
+    tree.fills.commit(tree.fills.begin(Tier.HOST, [node], pages[: len(node.key) // 4]))
 
 
 def shares(tree: RadixTree, tier: Tier) -> tuple[int, int, int]:
@@ -59,13 +59,13 @@ def test_locked_device_copies_are_protected() -> None:
 
 def test_both_ends_of_a_backup_are_in_flight() -> None:
     tree, _, lower = tree_of_two()
-    fill = tree.begin_fill(Tier.HOST, [lower], PAGES[:2])
+    fill = tree.fills.begin(Tier.HOST, [lower], PAGES[:2])
     assert shares(tree, Tier.DEVICE) == (3, 0, 2) and shares(tree, Tier.HOST) == (0, 0, 2)
     assert orders(tree, lower) == (False, False, False)
     receipt = tree.lock(lower)
     assert shares(tree, Tier.DEVICE) == (0, 5, 0)
     tree.unlock(receipt)
-    tree.commit_fill(fill)
+    tree.fills.commit(fill)
     assert shares(tree, Tier.DEVICE) == (5, 0, 0) and shares(tree, Tier.HOST) == (2, 0, 0)
     assert orders(tree, lower) == (True, True, False)
 
@@ -74,10 +74,10 @@ def test_both_ends_of_a_load_are_in_flight_and_hold_the_parent() -> None:
     tree, upper, lower = tree_of_two()
     backed(tree, lower)
     tree.drop_device(lower)
-    fill = tree.begin_fill(Tier.DEVICE, [lower], PAGES[:2])
+    fill = tree.fills.begin(Tier.DEVICE, [lower], PAGES[:2])
     assert shares(tree, Tier.DEVICE) == (3, 0, 2) and shares(tree, Tier.HOST) == (0, 0, 2)
     assert not orders(tree, upper)[0]
-    tree.abort_fill(fill)
+    tree.fills.abort(fill)
     assert shares(tree, Tier.DEVICE) == (3, 0, 0) and orders(tree, upper)[0]
     assert orders(tree, lower) == (False, False, True)
 

@@ -34,7 +34,7 @@ def one_node(count: int = 6) -> tuple[RadixTree, Node]:
 
 def backed(tree: RadixTree, node: Node, first: int = 100) -> None:
     count = len(node.key) // tree.page_bytes
-    tree.commit_fill(tree.begin_fill(Tier.HOST, [node], pages(first, count)))
+    tree.fills.commit(tree.fills.begin(Tier.HOST, [node], pages(first, count)))
 
 
 def host_chain() -> tuple[RadixTree, list[Node]]:
@@ -106,8 +106,8 @@ def test_a_recomputed_prefix_gives_a_demoted_node_its_device_copy() -> None:
 
 def test_insertion_stops_where_a_copy_is_arriving() -> None:
     tree, (a, b, _) = host_chain()
-    tree.commit_fill(tree.begin_fill(Tier.DEVICE, [a], pages(0, 2)))
-    tree.begin_fill(Tier.DEVICE, [b], pages(2, 2))
+    tree.fills.commit(tree.fills.begin(Tier.DEVICE, [a], pages(0, 2)))
+    tree.fills.begin(Tier.DEVICE, [b], pages(2, 2))
     result = grown(tree, list(range(7)), first=20)
     assert result.num_pages == 2 and result.node is a and result.path == (a,)
     assert result.duplicates.tolist() == [20, 21] and result.adopted == ()
@@ -168,11 +168,11 @@ def test_nothing_can_be_locked_but_not_unlocked_twice() -> None:
 
 def test_both_halves_inherit_a_fill() -> None:
     tree, node = one_node(9)
-    fill = tree.begin_fill(Tier.HOST, [node], pages(100, 9))
+    fill = tree.fills.begin(Tier.HOST, [node], pages(100, 9))
     upper = tree.split(node, 5)
     assert fill.nodes == [upper, node] and fill.num_pages == 9
     check_tree(tree)
-    tree.commit_fill(fill)
+    tree.fills.commit(fill)
     for part, host in ((upper, range(100, 105)), (node, range(105, 109))):
         assert part.residency.states == (RESIDENT, RESIDENT, ABSENT) and part.residency.pins(Tier.DEVICE) == 0
         assert part.host_pages is not None and part.host_pages.tolist() == list(host)
@@ -182,16 +182,16 @@ def test_both_halves_inherit_a_fill() -> None:
 
 def test_an_abort_dooms_what_continues_it() -> None:
     tree, (a, b, c) = host_chain()
-    fills = [tree.begin_fill(Tier.DEVICE, [node], pages(2 * i, 2)) for i, node in enumerate((a, b, c))]
-    assert tree.abort_fill(fills[0]).tolist() == [0, 1]
+    fills = [tree.fills.begin(Tier.DEVICE, [node], pages(2 * i, 2)) for i, node in enumerate((a, b, c))]
+    assert tree.fills.abort(fills[0]).tolist() == [0, 1]
     assert [fill.doomed for fill in fills] == [False, True, False]
     check_tree(tree)
     with pytest.raises(ProtocolError, match="abort it"):
-        tree.commit_fill(fills[1])
+        tree.fills.commit(fills[1])
     assert b.residency[Tier.DEVICE] is FILLING
-    tree.abort_fill(fills[1])
+    tree.fills.abort(fills[1])
     assert fills[2].doomed
-    tree.abort_fill(fills[2])
+    tree.fills.abort(fills[2])
     assert not tree.fills and all(node.residency.can_drop(Tier.HOST) for node in (a, b, c))
     check_tree(tree)
 
@@ -199,7 +199,7 @@ def test_an_abort_dooms_what_continues_it() -> None:
 def test_a_page_is_not_loaded_before_its_ancestors() -> None:
     tree, (_, b, _) = host_chain()
     with pytest.raises(ProtocolError, match="before its ancestors"):
-        tree.begin_fill(Tier.DEVICE, [b], pages(0, 2))
+        tree.fills.begin(Tier.DEVICE, [b], pages(0, 2))
     check_tree(tree)
 
 
@@ -207,7 +207,7 @@ def test_a_page_is_not_loaded_before_its_ancestors() -> None:
 def test_a_partial_store_splits(stored: int) -> None:
     tree, node = one_node()
     backed(tree, node)
-    tree.commit_store(tree.begin_fill(Tier.STORAGE, [node], no_pages()), stored)
+    tree.fills.commit_store(tree.fills.begin(Tier.STORAGE, [node], no_pages()), stored)
     states = [part.residency.on_storage for part in tree.nodes() for _ in range(len(part.key) // 4)]
     assert states == [True] * stored + [False] * (6 - stored)
     assert not tree.fills and all(part.residency.can_drop(Tier.HOST) for part in tree.nodes())
@@ -248,7 +248,7 @@ def test_device_copies_that_others_need_stay() -> None:
 
 def test_the_ends_of_a_copy_cannot_be_dropped() -> None:
     tree, node = one_node(2)
-    tree.begin_fill(Tier.HOST, [node], pages(0, 2))
+    tree.fills.begin(Tier.HOST, [node], pages(0, 2))
     for drop in (tree.drop_device, tree.drop_host):
         with pytest.raises(ProtocolError):
             drop(node)
@@ -285,7 +285,7 @@ def test_cycles_leave_nothing_behind() -> None:
         assert node is not None and node.device_pages is not None and node.device_pages.base is None
         upper = tree.split(node, 1)
         assert all(part.device_pages is not None and part.device_pages.base is None for part in (upper, node))
-        tree.abort_fill(tree.begin_fill(Tier.HOST, [upper, node], pages(0, 2)))
+        tree.fills.abort(tree.fills.begin(Tier.HOST, [upper, node], pages(0, 2)))
         tree.drop_device(node)
         tree.drop_device(upper)
     assert not tree.roots and not tree.fills and not list(tree.nodes())
