@@ -150,7 +150,7 @@ def format_bytes(count: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """`seconds` for people and for `parse_duration`, in the largest unit that leaves no fraction: 90 -> "90s"."""
-    exact = Fraction(seconds).limit_denominator(10**6)
+    exact = Fraction(seconds).limit_denominator(10**9)
     units = sorted(SECONDS, key=lambda unit: SECONDS[unit], reverse=True)
     unit = next((unit for unit in units if (exact / SECONDS[unit]).denominator == 1), "us")
     return f"{float(exact / SECONDS[unit]):.12g}{unit}"

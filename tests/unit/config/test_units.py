@@ -86,6 +86,6 @@ def test_bytes_for_people(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-@pytest.mark.parametrize("text", ["200ms", "2s", "90s", "2h", "7d", "10us", "36h", "1500ms"])
+@pytest.mark.parametrize("text", ["200ms", "2s", "90s", "2h", "7d", "10us", "36h", "1500ms", "39.7us", "0.25us"])
 def test_durations_are_written_as_they_can_be_read(text: str) -> None:
     assert format_duration(parse_duration(text)) == text
