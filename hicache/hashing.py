@@ -116,12 +116,16 @@ class StoreIdentity:
 
     def differences(self, other: Mapping[str, Field]) -> list[str]:
         """Names of the fields in which `other` (as given by `flat`) is not this identity."""
-        mine = self.flat()
-        return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
+        return field_differences(self.flat(), other)
 
     def seed(self, namespace: bytes = b"") -> bytes:
         """Start of the digest chain of one namespace, 32 bytes."""
         return identity_seed(self.flat(), namespace)
+
+
+def field_differences(mine: Mapping[str, Field], other: Mapping[str, Field]) -> list[str]:
+    """Names of the fields in which two identities, as given by `StoreIdentity.flat`, differ."""
+    return sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
 
 
 def identity_seed(identity: Mapping[str, Field], namespace: bytes) -> bytes:

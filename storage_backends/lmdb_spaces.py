@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hicache.hashing import Field
+from hicache.hashing import Field, field_differences
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_schema import Space
 
@@ -32,10 +32,7 @@ def closest(view: IndexView, number: int, label: Mapping[str, Field]) -> str:
     others = {other: each for other, each in view.labels().items() if other != number}
     if not others:
         return ""
-    differences = {
-        other: sorted(name for name in label.keys() | each.keys() if label.get(name) != each.get(name))
-        for other, each in others.items()
-    }
+    differences = {other: field_differences(label, each) for other, each in others.items()}
     nearest = min(differences, key=lambda other: len(differences[other]))
     there = others[nearest]
     fields = ", ".join(

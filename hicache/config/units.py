@@ -138,14 +138,14 @@ def closest(word: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(known), n=1)
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float, digits: int = 2) -> str:
     """`count` bytes for people, in binary units: 9437184 -> "9.00 MiB"."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
+    return f"{count:.0f} B" if unit == "B" else f"{value:.{digits}f} {unit}"
 
 
 def format_duration(seconds: float) -> str:

@@ -9,11 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hicache.config.units import format_bytes
 from hicache.sim.result import ReplayResult
 
 _IMPAIRED = ("off", "trying")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_UNIT_STEP = 1024
 
 
 def to_json(result: ReplayResult) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def pages_table(result: ReplayResult, moved: bool = False) -> Table:
     _add_rows(table, "pages demoted", _edges(result.demoted_pages), _count)
     _add_rows(table, "pages dropped", result.dropped_pages, _count)
     if moved:
-        _add_rows(table, "bytes moved", _edges(result.moved_bytes), format_bytes)
+        _add_rows(table, "bytes moved", _edges(result.moved_bytes), bytes_moved)
     if result.failures:
         _add_rows(table, "failures", result.failures, _count)
     return table
@@ -120,9 +119,6 @@ def _count(value: int) -> str:
     return f"{value:,}"
 
 
-def format_bytes(value: float) -> str:
-    """Bytes in the largest unit that keeps the number at 1 or more."""
-    unit = 0
-    while value >= _UNIT_STEP and unit < len(_UNITS) - 1:
-        value, unit = value / _UNIT_STEP, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+def bytes_moved(value: float) -> str:
+    """Bytes to one digit: sums of many pages."""
+    return format_bytes(value, digits=1)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hicache.sim.report import format_bytes, pages_table, plain_table, to_json, tokens_table
+from hicache.sim.report import bytes_moved, pages_table, plain_table, to_json, tokens_table
 from hicache.sim.simulate import SimResult
 
 _OF_BYTES = ("checked_pages", "wrong_pages", "poisoned_pages", "wrong_examples")
@@ -62,7 +62,7 @@ def _edges_table(result: SimResult) -> Table:
     for name, seconds in result.busy.items():
         moved = result.replay.moved_bytes.get(name, 0)
         what = name.replace("_", " to ")
-        table.add_row(what, "" if name == "compute" else format_bytes(moved), f"{seconds / total:.1%}")
+        table.add_row(what, "" if name == "compute" else bytes_moved(moved), f"{seconds / total:.1%}")
     return table
 
 

@@ -17,7 +17,7 @@ from hicache.types import Tier
 def pins_are_resident(tree: RadixTree) -> None:
     for node in tree.nodes():
         for tier in Tier:
-            pins = node.residency.pins(tier)
+            pins = node.residency.pins[tier]
             _require(pins >= 0 and (not pins or node.residency[tier] is RESIDENT), "a pinned copy is not there", node)
 
 
@@ -29,7 +29,7 @@ def fills_are_in_flight(tree: RadixTree) -> None:
         _require(sorted(fill.tier for fill in fills) == sorted(filling), "fills and states differ", node)
         needed = Counter(SOURCE[tier] for tier in filling)
         for source, count in needed.items():
-            _require(node.residency.pins(source) >= count, "the source of a copy is not pinned", node)
+            _require(node.residency.pins[source] >= count, "the source of a copy is not pinned", node)
         for fill in fills:
             _require(fill.nodes.count(node) == 1, "a fill lists the node not exactly once", node)
     for node in tree.fills:

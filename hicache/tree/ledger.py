@@ -123,7 +123,7 @@ def classify(node: Node) -> int:
     device, host, _ = residency.states
     if host is ABSENT:
         return _classify_device(node, device) if device is not ABSENT else 0
-    if host is not RESIDENT or residency.pin_counts[1]:
+    if host is not RESIDENT or residency.pins[1]:
         flags = _IN_FLIGHT << _HOST_SHIFT
     elif device is RESIDENT:
         flags = _EVICTABLE << _HOST_SHIFT | _IN_MIRRORS
@@ -139,6 +139,6 @@ def _classify_device(node: Node, state: CopyState) -> int:
         return _IN_FLIGHT
     if node.lock_ref:
         return _PROTECTED
-    if node.residency.pin_counts[0]:
+    if node.residency.pins[0]:
         return _IN_FLIGHT
     return _EVICTABLE if node.device_children else _EVICTABLE | _IN_DEVICE

@@ -42,17 +42,14 @@ class Residency:
     Both are immutable tuples that nodes share: a node costs two references, and a split copies them.
     """
 
-    __slots__ = ("pin_counts", "states")
+    __slots__ = ("pins", "states")
 
     def __init__(self, states: States = _NOWHERE, pins: Pins = _UNPINNED) -> None:
         self.states = states
-        self.pin_counts = pins
+        self.pins = pins
 
     def __getitem__(self, tier: Tier) -> CopyState:
         return self.states[tier]
-
-    def pins(self, tier: Tier) -> int:
-        return self.pin_counts[tier]
 
     @property
     def on_device(self) -> bool:
@@ -72,12 +69,12 @@ class Residency:
         return (
             self.states is other.states
             and FILLING not in self.states
-            and self.pin_counts == _UNPINNED
-            and other.pin_counts == _UNPINNED
+            and self.pins == _UNPINNED
+            and other.pins == _UNPINNED
         )
 
     def can_drop(self, tier: Tier) -> bool:
-        return self.states[tier] is RESIDENT and not self.pin_counts[tier]
+        return self.states[tier] is RESIDENT and not self.pins[tier]
 
     def adopt(self, tier: Tier) -> None:
         """Take ownership of bytes that are already valid: prefill wrote them, or a read was verified."""
@@ -101,21 +98,19 @@ class Residency:
         self._pin(tier, 1)
 
     def unpin(self, tier: Tier) -> None:
-        if self.pin_counts[tier] < 1:
+        if self.pins[tier] < 1:
             raise ProtocolError(f"the {tier.name.lower()} copy is unpinned more often than pinned")
         self._pin(tier, -1)
 
     def drop(self, tier: Tier) -> None:
         if not self.can_drop(tier):
             state = self.states[tier].value
-            raise ProtocolError(
-                f"the {tier.name.lower()} copy cannot be dropped: {state}, {self.pin_counts[tier]} pins"
-            )
+            raise ProtocolError(f"the {tier.name.lower()} copy cannot be dropped: {state}, {self.pins[tier]} pins")
         self._set(tier, ABSENT)
 
     def split(self) -> Residency:
         """The residency of the other half of a split node: in the same states, with the same pins."""
-        return Residency(self.states, self.pin_counts)
+        return Residency(self.states, self.pins)
 
     def _end_fill(self, tier: Tier, state: CopyState) -> None:
         self._expect(tier, FILLING)
@@ -132,9 +127,9 @@ class Residency:
         self.states = _SHARED[states[0], states[1], states[2]]
 
     def _pin(self, tier: Tier, by: int) -> None:
-        pins = list(self.pin_counts)
+        pins = list(self.pins)
         pins[tier] += by
-        self.pin_counts = (pins[0], pins[1], pins[2]) if any(pins) else _UNPINNED
+        self.pins = (pins[0], pins[1], pins[2]) if any(pins) else _UNPINNED
 
 
 _SHARED: dict[States, States] = {(d, h, s): (d, h, s) for d in CopyState for h in CopyState for s in CopyState}

@@ -22,6 +22,7 @@ from hicache.sim.ports import ReplayTarget
 from hicache.sim.traces import read_trace
 from hicache.sim.workload import BlockPrompt, TraceRequest, private_token
 from hicache.streams import create_stream
+from hicache.testing.chains import growing_chains
 
 SHARED = Path(os.environ.get("HICACHE_SHARED", Path(__file__).parents[3] / "shared"))
 TRACE = SHARED / "data" / "mooncake_conversation.trie.csv.gz"
@@ -82,21 +83,11 @@ def replay_hit_tokens(requests: Iterable[TraceRequest], capacity: int, block: in
 
 
 def random_turns(seed: int, count: int, block: int) -> list[Turn]:
-    """Chats that grow, and branches of them: every block names its whole prefix."""
     rng = np.random.default_rng(seed)
-    chains: list[list[int]] = [[]]
-    turns, fresh = [], 0
-    for _ in range(count):
-        base = chains[rng.integers(len(chains))]
-        base = base[: rng.integers(len(base) + 1)] if rng.random() < 0.3 else base
-        new = int(rng.integers(1, 5))
-        chain = [*base, *range(fresh, fresh + new)]
-        fresh += new
-        if len(chain) > 12:
-            continue
-        chains.append(chain)
-        turns.append(Turn(chain, len(chain) * block - int(rng.integers(0, block)), int(rng.integers(1, 3 * block))))
-    return turns
+    return [
+        Turn(chain, len(chain) * block - int(rng.integers(0, block)), int(rng.integers(1, 3 * block)))
+        for chain in growing_chains(rng, count)
+    ]
 
 
 def as_requests(turns: Sequence[Turn], block: int) -> list[TraceRequest]:

@@ -95,7 +95,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         for real, model in self.halves:
             for tier in Tier:
                 assert real[tier].value == model.state[tier]
-                assert real.pins(tier) == len(model.readers[tier])
+                assert real.pins[tier] == len(model.readers[tier])
                 assert real.can_drop(tier) == model.allows("drop", tier)
 
 

@@ -427,7 +427,7 @@ class TreeMachine(RuleBasedStateMachine):
                 assert [state.value for state in node.residency.states] == copies.states
                 for tier, pages in ((Tier.DEVICE, node.device_pages), (Tier.HOST, node.host_pages)):
                     assert (None if pages is None else int(pages[index])) == copies.pages[tier]
-                    assert node.residency.pins(tier) == pins[tier, prefix]
+                    assert node.residency.pins[tier] == pins[tier, prefix]
                 assert node.lock_ref == locked[prefix]
             seen += len(names)
         assert seen == len(self.known)

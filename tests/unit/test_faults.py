@@ -231,7 +231,7 @@ def test_f05_a_split_while_nine_pages_are_written_through_leaves_all_nine_backed
     assert [len(node.key) // 8 for node in nodes] == [5, 4]
     for node in nodes:
         assert node.residency.on_host and node.residency.on_storage
-        assert not any(node.residency.pins(tier) for tier in Tier)
+        assert not any(node.residency.pins[tier] for tier in Tier)
     assert rig.cache.stats().storage_pages == 9
     rig.check()
 

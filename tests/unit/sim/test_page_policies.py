@@ -13,6 +13,7 @@ import pytest
 from hicache.sim.page_policies import BlockCache, BlockRequest, block_requests, unique_blocks
 from hicache.sim.traces import read_trace
 from hicache.sim.workload import TokenPrompt, TraceRequest
+from hicache.testing.chains import growing_chains
 
 SHARED = Path(os.environ.get("HICACHE_SHARED", Path(__file__).parents[4] / "shared"))
 TRACE = SHARED / "data" / "mooncake_conversation.trie.csv.gz"
@@ -39,18 +40,10 @@ def lru_hits(requests: Sequence[BlockRequest], capacity: int) -> int:
 
 def chats(seed: int, count: int) -> list[BlockRequest]:
     rng = np.random.default_rng(seed)
-    chains: list[list[int]] = [[]]
-    fresh, requests = 0, list[BlockRequest]()
-    for _ in range(count):
-        base = chains[rng.integers(len(chains))]
-        base = base[: rng.integers(len(base) + 1)] if rng.random() < 0.3 else base
-        new = int(rng.integers(1, 5))
-        chain = [*base, *range(fresh, fresh + new)]
-        fresh += new
-        if len(chain) <= 12:
-            chains.append(chain)
-            requests.append(BlockRequest(np.array(chain, np.int32), len(chain) - 1, len(chain) + int(rng.integers(3))))
-    return requests
+    return [
+        BlockRequest(np.array(chain, np.int32), len(chain) - 1, len(chain) + int(rng.integers(3)))
+        for chain in growing_chains(rng, count)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from hicache.sim.report import format_bytes, to_json, to_table
+from hicache.sim.report import bytes_moved, to_json, to_table
 from hicache.sim.result import ReplayResult
 
 RESULT = ReplayResult(
@@ -88,6 +88,6 @@ def test_an_empty_run_divides_by_nothing() -> None:
 
 
 def test_bytes_are_shown_in_their_unit() -> None:
-    assert [format_bytes(value) for value in (0, 1023, 1024, 5 * 2**30, 2**51)] == [
+    assert [bytes_moved(value) for value in (0, 1023, 1024, 5 * 2**30, 2**51)] == [
         "0 B", "1023 B", "1.0 KiB", "5.0 GiB", "2048.0 TiB",
     ]  # fmt: skip

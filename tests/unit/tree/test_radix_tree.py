@@ -174,7 +174,7 @@ def test_both_halves_inherit_a_fill() -> None:
     check_tree(tree)
     tree.fills.commit(fill)
     for part, host in ((upper, range(100, 105)), (node, range(105, 109))):
-        assert part.residency.states == (RESIDENT, RESIDENT, ABSENT) and part.residency.pins(Tier.DEVICE) == 0
+        assert part.residency.states == (RESIDENT, RESIDENT, ABSENT) and part.residency.pins[Tier.DEVICE] == 0
         assert part.host_pages is not None and part.host_pages.tolist() == list(host)
     assert not tree.fills
     check_tree(tree)

@@ -24,7 +24,7 @@ def residency(states: States, pins: int = 0) -> Residency:
 
 
 def snapshot(node: Residency) -> tuple[States, list[int]]:
-    return node.states, [node.pins(tier) for tier in Tier]
+    return node.states, [node.pins[tier] for tier in Tier]
 
 
 def replaced(states: States, tier: Tier, state: CopyState) -> States:
@@ -106,7 +106,7 @@ def test_an_unmatched_unpin_is_an_error_not_a_clamp(tier: Tier) -> None:
     node = Residency((RESIDENT, RESIDENT, RESIDENT))
     with pytest.raises(ProtocolError, match="unpinned more often"):
         node.unpin(tier)
-    assert node.pins(tier) == 0
+    assert node.pins[tier] == 0
 
 
 @pytest.mark.parametrize("states", ALL_STATES)
@@ -134,7 +134,7 @@ def test_both_reads_of_a_host_copy_pin_it() -> None:
     node = Residency((ABSENT, RESIDENT, ABSENT))
     node.begin_fill(Tier.DEVICE)
     node.begin_fill(Tier.STORAGE)
-    assert node.pins(Tier.HOST) == 2
+    assert node.pins[Tier.HOST] == 2
     node.commit_fill(Tier.STORAGE)
     assert not node.can_drop(Tier.HOST)
     node.abort_fill(Tier.DEVICE)
