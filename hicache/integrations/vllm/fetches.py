@@ -16,7 +16,7 @@ from functools import partial
 
 from hicache.config.models import CacheConfig, Prefetch
 from hicache.integrations.vllm.host_index import Entry, HostIndex
-from hicache.integrations.vllm.jobs import Lookup, Read, StepPlan
+from hicache.integrations.vllm.jobs import Lookup, NamedPage, Read, StepPlan
 from hicache.integrations.vllm.open_jobs import OpenJobs
 from hicache.integrations.vllm.tracks import Track
 
@@ -38,7 +38,7 @@ class Fetch:
 
 
 class Fetches:
-    """All fetches. `arrived` is told of blocks that are in the host index now: track, first, entries."""
+    """All fetches. `arrived` is told of entries that are in the host index now, and of their request."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Fetches:
         jobs: OpenJobs,
         config: CacheConfig,
         clock: Callable[[], float],
-        arrived: Callable[[Track, int, list[Entry]], None],
+        arrived: Callable[[Track, list[Entry]], None],
     ) -> None:
         self._block_size = config.page_size
         self._index = index
@@ -159,7 +159,8 @@ class Fetches:
         fetch.reading = True
         fetch.job = self._jobs.begin(partial(self._have_read, fetch, self._epoch))
         keys = fetch.track.keys()[fetch.first : fetch.first + len(fetch.pages)]
-        self.plan.reads.append(Read(fetch.job, keys, fetch.pages))
+        named = [NamedPage(key, page) for key, page in zip(keys, fetch.pages, strict=True)]
+        self.plan.reads.append(Read(fetch.job, named))
 
     def _take_pages(self, fetch: Fetch, wanted: int) -> None:
         while len(fetch.pages) < wanted:
@@ -176,7 +177,7 @@ class Fetches:
             self.hold(fetch.track, entries)
         self._end(fetch)
         if entries:
-            self._arrived(fetch.track, fetch.first, entries)
+            self._arrived(fetch.track, entries)
 
     def _insert(self, fetch: Fetch, count: int) -> list[Entry]:
         """The first `count` pages become entries, where there are none yet. The others are free."""

@@ -11,12 +11,14 @@ is over once all ranks have reported, and its result is the smallest.
 | Read    | disk to host pages                    | leading pages that were read and verified |
 | Persist | host pages to disk                    | leading pages that are stored            |
 
-Keys are 32 bytes; a rank makes the names on its disk from them and its own identity.
+Keys are 32 bytes; a rank makes the names on its disk from them and its own identity. What a job moves is given as
+pairs, never as two lists: a page and the block or the key that it belongs to cannot part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -27,20 +29,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hicache.hashing import StoreIdentity
 
 
+class BlockCopy(NamedTuple):
+    """One device block and the host page with the same tokens."""
+
+    block: int
+    page: int
+
+
+class NamedPage(NamedTuple):
+    """One host page and the key of its tokens."""
+
+    key: bytes
+    page: int
+
+
 @dataclass(frozen=True)
 class Load:
     job: int
     request: str
-    host_pages: list[int]
-    blocks: list[int]
+    copies: list[BlockCopy]
 
 
 @dataclass(frozen=True)
 class Store:
     job: int
     request: str
-    blocks: list[int]
-    host_pages: list[int]
+    copies: list[BlockCopy]
 
 
 @dataclass(frozen=True)
@@ -52,17 +66,15 @@ class Lookup:
 @dataclass(frozen=True)
 class Read:
     job: int
-    keys: list[bytes]
-    host_pages: list[int]
+    pages: list[NamedPage]
 
 
 @dataclass(frozen=True)
 class Persist:
-    """`parent` is the key before the first, None at the start of a chain."""
+    """`pages` follow each other; `parent` is the key before the first, None at the start of a chain."""
 
     job: int
-    keys: list[bytes]
-    host_pages: list[int]
+    pages: list[NamedPage]
     parent: bytes | None
 
 

@@ -17,7 +17,7 @@ from hicache.config import CacheConfig
 from hicache.integrations.vllm.events import CPU, DISK, EventLog
 from hicache.integrations.vllm.fetches import Fetches
 from hicache.integrations.vllm.host_index import Entry, HostIndex
-from hicache.integrations.vllm.jobs import Hello, Load, Persist, StepPlan, Store, WorkerReport
+from hicache.integrations.vllm.jobs import BlockCopy, Hello, Load, NamedPage, Persist, StepPlan, Store, WorkerReport
 from hicache.integrations.vllm.metrics import SchedulerMeter, TierStats
 from hicache.integrations.vllm.open_jobs import OpenJobs
 from hicache.integrations.vllm.tracks import Track
@@ -116,9 +116,9 @@ class CacheScheduler:
         for entry in entries:
             entry.from_disk = False
         job = self._jobs.begin(partial(self._loaded, track, entries))
-        pages = [entry.page for entry in entries]
-        self._plan.loads.append(Load(job, track.rid, pages, list(blocks[first : first + count])))
-        self._persist(track, first + count - 1, entries[-1])
+        own = zip(blocks[first : first + count], entries, strict=True)
+        self._plan.loads.append(Load(job, track.rid, [BlockCopy(block, entry.page) for block, entry in own]))
+        self._persist(track, entries[-1])
 
     def sources(self, request: Request) -> tuple[int, int]:
         """Tokens of the request's last load that came from host memory, and from disk."""
@@ -163,8 +163,11 @@ class CacheScheduler:
         if first and last is None:
             self.counters["chain_cut_blocks"] += whole - first  # could never be reached
             return
-        new: list[Entry] = []
-        begin = first
+        # New entries need not follow each other: blocks between them may be on the host already.
+        #
+        #     block       first | new | known | known | new | new | whole
+        #
+        new: list[tuple[Entry, int]] = []
         for position in range(first, whole):
             entry = self.index.get(keys[position])
             if entry is None:
@@ -172,11 +175,10 @@ class CacheScheduler:
                 if entry is None:
                     self.counters["no_room_blocks"] += whole - position
                     break
-                begin = begin if new else position
-                new.append(entry)
+                new.append((entry, blocks[position]))
             last = entry
         if new:
-            self._copy_to_host(track, begin, new, [blocks[begin + number] for number in range(len(new))])
+            self._copy_to_host(track, new)
 
     def _new_entry(self, track: Track, position: int, parent: Entry | None) -> Entry | None:
         if parent is not None:
@@ -191,13 +193,14 @@ class CacheScheduler:
         self.index.pin(entry)
         return entry
 
-    def _copy_to_host(self, track: Track, begin: int, entries: list[Entry], blocks: list[int]) -> None:
-        job = self._jobs.begin(partial(self._stored, track, begin, entries))
-        self._plan.stores.append(Store(job, track.rid, blocks, [entry.page for entry in entries]))
-        self.counters["stored_blocks"] += len(entries)
-        self._persist(track, begin + len(entries) - 1, entries[-1])
+    def _copy_to_host(self, track: Track, new: list[tuple[Entry, int]]) -> None:
+        entries = [entry for entry, _ in new]
+        job = self._jobs.begin(partial(self._stored, track, entries))
+        self._plan.stores.append(Store(job, track.rid, [BlockCopy(block, entry.page) for entry, block in new]))
+        self.counters["stored_blocks"] += len(new)
+        self._persist(track, entries[-1])
 
-    def _persist(self, track: Track, position: int, entry: Entry) -> None:
+    def _persist(self, track: Track, entry: Entry) -> None:
         """Store a block on disk if it is admitted, with those before it that are not there yet."""
         if self._admission is None or not self.disk or not self._admission.admits(entry):
             return
@@ -206,16 +209,15 @@ class CacheScheduler:
         while at is not None and not (at.stored or at.persisting):
             chain.append(at)
             at = at.parent
-        begin = position - len(chain) + 1
-        if not chain or (at is None and begin > 0):  # the blocks before it are not known here
+        if not chain or (at is None and chain[-1].start > 0):  # the blocks before it are not known here
             return
         chain.reverse()
         for one in chain:
             one.persisting = True
             self.index.pin(one)
-        job = self._jobs.begin(partial(self._persisted, track, begin, chain))
+        job = self._jobs.begin(partial(self._persisted, track, chain))
         parent = at.key if at is not None else None
-        self._plan.persists.append(Persist(job, [one.key for one in chain], [one.page for one in chain], parent))
+        self._plan.persists.append(Persist(job, [NamedPage(one.key, one.page) for one in chain], parent))
 
     # ---- what came of it --------------------------------------------------------------------
 
@@ -231,7 +233,7 @@ class CacheScheduler:
             track.load_failed = True
             self._discard(entries)
 
-    def _stored(self, track: Track, begin: int, entries: list[Entry], result: int) -> None:
+    def _stored(self, track: Track, entries: list[Entry], result: int) -> None:
         for entry in entries:
             self.index.unpin(entry)
         if not result:
@@ -241,9 +243,9 @@ class CacheScheduler:
         alive = [entry for entry in entries if entry.alive]
         for entry in alive:
             self.index.ready(entry)
-        self.events.stored(track.request, begin, len(alive), CPU)
+        self.events.stored(track.request, alive, CPU)
 
-    def _persisted(self, track: Track, begin: int, chain: list[Entry], count: int) -> None:
+    def _persisted(self, track: Track, chain: list[Entry], count: int) -> None:
         parent = chain[0].parent
         for number, entry in enumerate(chain):
             entry.persisting = False
@@ -254,11 +256,11 @@ class CacheScheduler:
             while parent is not None:  # the disk may have evicted what it was said to have
                 parent.stored = False
                 parent = parent.parent
-        self.events.stored(track.request, begin, count, DISK)
+        self.events.stored(track.request, chain[:count], DISK)
 
-    def _arrived(self, track: Track, first: int, entries: list[Entry]) -> None:
+    def _arrived(self, track: Track, entries: list[Entry]) -> None:
         self.counters["fetched_blocks"] += len(entries)
-        self.events.stored(track.request, first, len(entries), CPU)
+        self.events.stored(track.request, entries, CPU)
 
     def _discard(self, entries: Sequence[Entry]) -> None:
         gone = [lost.block_hash for entry in entries for lost in self.index.discard(entry) if lost.ready]
@@ -289,4 +291,4 @@ def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = output.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens)
+    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -23,7 +23,16 @@ from hicache.host_pool.budget import check_host_budget
 from hicache.host_pool.numa import resolve_numa
 from hicache.host_pool.pinning import CudaRegistrar, resolve_pinned
 from hicache.host_pool.pool import HostPool
-from hicache.integrations.vllm.jobs import Hello, Load, Persist, StepPlan, Store, WorkerReport
+from hicache.integrations.vllm.jobs import (
+    BlockCopy,
+    Hello,
+    Load,
+    NamedPage,
+    Persist,
+    StepPlan,
+    Store,
+    WorkerReport,
+)
 from hicache.integrations.vllm.metrics import TierStats, WorkerMeter
 from hicache.kernels.cuda_planes import CudaPlanes
 from hicache.kernels.dispatch import Planes, bind
@@ -59,7 +68,9 @@ def block_views(cache: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> list[
 def _block_view(name: str, tensor: torch.Tensor, num_blocks: int, page: int) -> torch.Tensor:
     blocks = group_kernel_blocks(tensor, num_blocks)
     item = blocks.element_size()
-    extent = item * (1 + sum((size - 1) * step for size, step in zip(blocks.shape[1:], blocks.stride()[1:])))
+    extent = item * (
+        1 + sum((size - 1) * step for size, step in zip(blocks.shape[1:], blocks.stride()[1:], strict=True))
+    )
     if extent > page:
         raise ConfigError(f"the blocks of {name} are not in one piece (layout of the KV cache): use another layout")
     view = torch.empty(0, dtype=torch.uint8, device=blocks.device)
@@ -102,8 +113,7 @@ class RankWorker:
         for lookup in plan.lookups:
             self._ask(lookup.job, engine.find(self._names(lookup.keys)) if engine else None)
         for read in plan.reads:
-            buffers = [self._pool.page(page) for page in read.host_pages]
-            self._ask(read.job, engine.read(self._names(read.keys), buffers) if engine else None)
+            self._ask(read.job, engine.read(*self._named_buffers(read.pages)) if engine else None)
 
     def _ask(self, job: int, ticket: LookupTicket | ReadTicket | None) -> None:
         if ticket is None:
@@ -116,7 +126,7 @@ class RankWorker:
         after = record_compute(self._device)  # the blocks' last readers
         for load in plan.loads:
             try:
-                ticket = self._copies.load_back(_indices(load.host_pages), _indices(load.blocks), after)
+                ticket = self._copies.load_back(_pages(load.copies), _blocks(load.copies), after)
             except TransferError:
                 log.warning("hicache: a load could not begin", exc_info=True)
                 self._loads[load.job] = (load, None)
@@ -135,17 +145,18 @@ class RankWorker:
         for store, ticket in tickets:
             stored = ticket is not None and self._succeeded(ticket)
             if not stored:
-                bad.update(store.host_pages)
+                bad.update(copy.page for copy in store.copies)
             self._done(store.job, int(stored))
         for persist in plan.persists:
             self._persist(persist, bad)
 
     def _backup(self, store: Store, after: object) -> CopyTicket | None:
         """None for what was computed on a load that has failed: it is not what its name says."""
-        if store.request in self._failed_requests or not self._failed_blocks.isdisjoint(store.blocks):
+        failed = self._failed_blocks
+        if store.request in self._failed_requests or not failed.isdisjoint(copy.block for copy in store.copies):
             return None
         try:
-            return self._copies.backup(_indices(store.blocks), _indices(store.host_pages), after)  # type: ignore[arg-type]
+            return self._copies.backup(_blocks(store.copies), _pages(store.copies), after)  # type: ignore[arg-type]
         except TransferError:
             log.warning("hicache: a store could not begin", exc_info=True)
             return None
@@ -160,13 +171,13 @@ class RankWorker:
         return True
 
     def _persist(self, persist: Persist, bad: set[int]) -> None:
-        if self._storage is None or not bad.isdisjoint(persist.host_pages):
+        if self._storage is None or not bad.isdisjoint(named.page for named in persist.pages):
             self._done(persist.job, 0)
             return
         engine = self._storage.engine
-        buffers = [self._pool.page(page) for page in persist.host_pages]
+        names, buffers = self._named_buffers(persist.pages)
         parent = None if persist.parent is None else self._name(persist.parent)
-        run = PageRun(self._names(persist.keys), buffers, parent, _generation(engine))
+        run = PageRun(names, buffers, parent, _generation(engine))
         ticket = engine.write([run], len(buffers) * self._pool.page_stride)
         if ticket is None:
             self._done(persist.job, 0)
@@ -201,7 +212,7 @@ class RankWorker:
             self._ended.add(load.request)
             self._done(job, int(loaded))
             if not loaded:
-                self._failed_blocks.update(load.blocks)
+                self._failed_blocks.update(copy.block for copy in load.copies)
                 self._failed_requests.add(load.request)
 
     def failed_blocks(self) -> set[int]:
@@ -240,6 +251,10 @@ class RankWorker:
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._name(key) for key in keys]
 
+    def _named_buffers(self, pages: Sequence[NamedPage]) -> tuple[list[bytes], list[memoryview]]:
+        """The pages' names on this rank's disk, and their bytes."""
+        return [self._name(named.key) for named in pages], [self._pool.page(named.page) for named in pages]
+
     def close(self) -> None:
         """Finish the stores, close the disk, give the memory back. Idempotent."""
         self._copies.close()
@@ -248,8 +263,12 @@ class RankWorker:
         self._pool.close()
 
 
-def _indices(pages: Sequence[int]) -> PageIndices:
-    return np.array(pages, np.int32)
+def _blocks(copies: Sequence[BlockCopy]) -> PageIndices:
+    return np.array([copy.block for copy in copies], np.int32)
+
+
+def _pages(copies: Sequence[BlockCopy]) -> PageIndices:
+    return np.array([copy.page for copy in copies], np.int32)
 
 
 def _generation(engine: StorageEngine) -> int:

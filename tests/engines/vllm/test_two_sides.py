@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from hicache.errors import ConfigError
 from hicache.hashing import StoreIdentity
 from hicache.integrations.vllm.events import EventLog
 from hicache.integrations.vllm.hints import Hints, hints_of
 from hicache.integrations.vllm.identity import unsupported
-from hicache.integrations.vllm.jobs import Hello, StepPlan, WorkerReport
+from hicache.integrations.vllm.jobs import Hello, Load, Persist, Read, StepPlan, Store, WorkerReport
 from hicache.integrations.vllm.scheduler import CacheScheduler
 from hicache.integrations.vllm.settings import EngineFacts, config_file, load_settings
 
@@ -110,9 +111,17 @@ class Rig:
         for store in plan.stores:
             self.done((store.job, 1))
         for persist in plan.persists:
-            self.done((persist.job, len(persist.keys)))
+            self.done((persist.job, len(persist.pages)))
         self.side.finished(request)
         return request
+
+
+def blocks(job: Load | Store) -> list[int]:
+    return [copy.block for copy in job.copies]
+
+
+def keys(job: Read | Persist) -> list[bytes]:
+    return [named.key for named in job.pages]
 
 
 @pytest.fixture
@@ -127,7 +136,7 @@ def tokens(first: int, blocks: int) -> list[int]:
 def test_a_block_is_a_hit_once_all_ranks_have_stored_it(rig: Rig) -> None:
     request = rig.admit("a", tokens(0, 3))
     (store,) = rig.step((request, 0, 3 * BLOCK)).stores
-    assert store.blocks == [100, 101, 102] and len(set(store.host_pages)) == 3
+    assert blocks(store) == [100, 101, 102] and len({copy.page for copy in store.copies}) == 3
     again = rig.admit("b", [*tokens(0, 3), 1])
     rig.side.disk = False
     assert rig.side.matched(again, 0) == 0
@@ -155,14 +164,53 @@ def test_one_token_is_always_left_to_compute(rig: Rig) -> None:
 def test_chunks_and_decoded_tokens_are_stored_when_their_blocks_are_full(rig: Rig) -> None:
     request = rig.admit("a", tokens(0, 3))
     stored = [rig.step((request, computed, 12)).stores for computed in (0, 12, 24, 36)]
-    assert [[store.blocks for store in stores] for stores in stored] == [[], [[100]], [[101]], [[102]]]
+    assert [[blocks(store) for store in stores] for stores in stored] == [[], [[100]], [[101]], [[102]]]
 
 
 def test_only_what_is_known_to_be_final_is_stored(rig: Rig) -> None:
     """More tokens may be scheduled than are confirmed: drafts, or those of a step that is still under way."""
     request = rig.admit("a", tokens(0, 2))
     (store,) = rig.step((request, 0, 4 * BLOCK)).stores
-    assert store.blocks == [100, 101]
+    assert blocks(store) == [100, 101]
+
+
+def test_blocks_around_those_on_the_host_are_copied_from_their_own(rig: Rig) -> None:
+    """A tail may be on the host without what is before it: new pages are then on both sides of it."""
+    request = rig.admit("a", tokens(0, 5))
+    assert rig.side.matched(request, 2 * BLOCK) is None
+    rig.done((rig.step().lookups[0].job, 2))
+    (read,) = rig.step().reads
+    rig.side.finished(request)  # aborted; what is read by then is kept
+    rig.done((read.job, 2))
+    rig.side.events.take()
+    assert [entry.start for entry in rig.side.index.entries()] == [2 * BLOCK, 3 * BLOCK]
+    again = rig.admit("b", tokens(0, 7), skip_reading_prefix_cache=True)
+    (store,) = rig.step((again, 0, 7 * BLOCK)).stores
+    page_of = {copy.page: copy.block for copy in store.copies}
+    new = [rig.side.index.get(again.block_hashes[number]) for number in (0, 1, 4, 5, 6)]
+    assert [page_of.pop(entry.page) for entry in new] == [100, 101, 104, 105, 106] and not page_of
+    rig.done((store.job, 1))
+    stored = [event for event in rig.side.events.take() if event.medium == "CPU"]
+    names = [maybe_convert_block_hash(BlockHash(one)) for one in again.block_hashes]
+    assert [event.block_hashes for event in stored] == [names[:2], names[4:]]
+    assert [event.parent_block_hash for event in stored] == [None, names[3]]
+    assert [event.token_ids for event in stored] == [again.all_token_ids[: 2 * BLOCK], again.all_token_ids[4 * BLOCK :]]
+
+
+def test_what_a_read_brings_after_a_known_block_is_told_as_what_it_is(rig: Rig) -> None:
+    request = rig.admit("a", tokens(0, 6))
+    assert rig.side.matched(request, 0) is None
+    rig.done((rig.step().lookups[0].job, 5))
+    (read,) = rig.step().reads
+    one = rig.admit("b", tokens(0, 6), skip_reading_prefix_cache=True)
+    (store,) = rig.step((one, 0, BLOCK)).stores  # the first block is stored meanwhile
+    rig.done((store.job, 1))
+    rig.side.events.take()
+    rig.done((read.job, 5))
+    (event,) = rig.side.events.take()
+    names = [maybe_convert_block_hash(BlockHash(one)) for one in request.block_hashes]
+    assert event.block_hashes == names[1:5] and event.parent_block_hash == names[0]
+    assert event.token_ids == request.all_token_ids[BLOCK : 5 * BLOCK]
 
 
 def test_a_load_keeps_its_pages_until_all_ranks_are_done(rig: Rig) -> None:
@@ -171,7 +219,7 @@ def test_a_load_keeps_its_pages_until_all_ranks_are_done(rig: Rig) -> None:
     assert rig.side.matched(request, BLOCK) == 3 * BLOCK
     rig.side.allocated(request, range(200, 205), 3 * BLOCK)
     (load,) = rig.step().loads
-    assert load.blocks == [201, 202, 203] and load.request == "b"
+    assert blocks(load) == [201, 202, 203] and load.request == "b"
     rig.side.finished(request)  # aborted meanwhile
     rig.side.reset()
     rig.done((load.job, 1), ranks=1)
@@ -190,7 +238,7 @@ def test_after_a_failed_load_a_request_computes_and_stores_anew(rig: Rig) -> Non
     assert len(rig.side.index) == 0
     assert rig.side.matched(request, 0) == 0
     (store,) = rig.step((request, 0, 2 * BLOCK + 1)).stores
-    assert len(store.blocks) == 2
+    assert len(store.copies) == 2
 
 
 def test_what_the_host_lacks_is_read_from_disk(rig: Rig) -> None:
@@ -201,7 +249,7 @@ def test_what_the_host_lacks_is_read_from_disk(rig: Rig) -> None:
     rig.done((lookup.job, 3), ranks=1)
     rig.done((lookup.job, 2), ranks=1)
     (read,) = rig.step().reads
-    assert read.keys == request.block_hashes[1:3]
+    assert keys(read) == request.block_hashes[1:3]
     assert rig.side.matched(request, BLOCK) is None
     rig.done((read.job, 2))
     assert rig.side.matched(request, BLOCK) == 2 * BLOCK
@@ -222,7 +270,7 @@ def test_a_slow_disk_costs_no_more_than_its_deadline(rig: Rig) -> None:
     rig.clock.now = 0.3
     assert rig.side.matched(request, 0) == 0
     plan = rig.step((request, 0, 5 * BLOCK))
-    assert plan.cancelled == [read.job] and len(plan.stores[0].blocks) == 5
+    assert plan.cancelled == [read.job] and len(plan.stores[0].copies) == 5
     rig.done((read.job, 2))  # late: it is there already
     rig.done((plan.stores[0].job, 1))
     assert rig.side.index.owned_pages() == 5
@@ -240,7 +288,7 @@ def test_a_read_waits_for_pages_that_are_about_to_be_free(tmp_path: Path) -> Non
     rig.done((plan.persists[0].job, 4))  # until then its pages are in use
     assert rig.side.matched(second, 0) is None
     (read,) = rig.step().reads
-    assert len(read.keys) == 3
+    assert len(read.pages) == 3
     rig.done((read.job, 3))
     assert rig.side.matched(second, 0) == 3 * BLOCK
 
@@ -292,9 +340,9 @@ def test_blocks_are_written_to_disk_with_those_before_them(tmp_path: Path) -> No
     rig.side.disk = True
     rig.side.allocated(request, range(200, 204), found)
     (persist,) = rig.step().persists
-    assert persist.keys == request.block_hashes[:3] and persist.parent is None
+    assert keys(persist) == request.block_hashes[:3] and persist.parent is None
     rig.done((persist.job, 2))
-    assert [rig.side.index.get(key).stored for key in persist.keys] == [True, True, False]
+    assert [rig.side.index.get(key).stored for key in keys(persist)] == [True, True, False]
 
 
 def test_events_rebuild_what_is_where(rig: Rig) -> None:

@@ -13,13 +13,23 @@ import torch
 from faulty import FaultyCopier
 
 from hicache.errors import ConfigError
-from hicache.integrations.vllm.jobs import Load, Lookup, Persist, Read, StepPlan, Store
+from hicache.integrations.vllm.jobs import BlockCopy, Load, Lookup, NamedPage, Persist, Read, StepPlan, Store
 from hicache.integrations.vllm.settings import EngineFacts, load_settings
 from hicache.integrations.vllm.worker import RankWorker, block_views
 
 BLOCK, LAYERS, PLANE = 16, 3, 16 * 8
 FACTS = EngineFacts("tiny", None, "w", "b", BLOCK, LAYERS, PLANE, num_blocks=8, device="cpu")
 KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+def copies(pages: dict[int, int]) -> list[BlockCopy]:
+    """By block."""
+    return [BlockCopy(block, page) for block, page in pages.items()]
+
+
+def named(pages: dict[int, int]) -> list[NamedPage]:
+    """By the number of the key."""
+    return [NamedPage(KEYS[number], page) for number, page in pages.items()]
 
 
 class Rank:
@@ -67,8 +77,8 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def test_blocks_go_to_the_host_and_come_back_elsewhere(rank: Rank) -> None:
     rank.fill(2, 20)
     rank.fill(5, 50)
-    assert rank.step(stores=[Store(1, "a", [2, 5], [7, 0])]) == {1: 1}
-    assert rank.step(loads=[Load(2, "b", [0, 7], [1, 3])]) == {2: 1}
+    assert rank.step(stores=[Store(1, "a", copies({2: 7, 5: 0}))]) == {1: 1}
+    assert rank.step(loads=[Load(2, "b", copies({1: 0, 3: 7}))]) == {2: 1}
     assert rank.content(1) == [{50}, {51}, {52}] and rank.content(3) == [{20}, {21}, {22}]
     assert rank.ended == {"b"} and rank.worker.failed_blocks() == set()
 
@@ -76,13 +86,13 @@ def test_blocks_go_to_the_host_and_come_back_elsewhere(rank: Rank) -> None:
 def test_the_disk_keeps_pages_for_the_same_identity(rank: Rank, tmp_path: Path) -> None:
     rank.fill(2, 20)
     rank.fill(3, 30)
-    stored = rank.step(stores=[Store(1, "a", [2, 3], [0, 1])], persists=[Persist(2, KEYS[:2], [0, 1], None)])
+    stored = rank.step(stores=[Store(1, "a", copies({2: 0, 3: 1}))], persists=[Persist(2, named({0: 0, 1: 1}), None)])
     assert stored == {1: 1, 2: 2}
     assert rank.step(lookups=[Lookup(3, KEYS[:4])]) == {3: 2}
     rank.worker.close()
     again = Rank(tmp_path)
-    assert again.step(reads=[Read(4, KEYS[:2], [6, 5])]) == {4: 2}
-    again.step(loads=[Load(5, "b", [6, 5], [0, 1])])
+    assert again.step(reads=[Read(4, named({0: 6, 1: 5}))]) == {4: 2}
+    again.step(loads=[Load(5, "b", copies({0: 6, 1: 5}))])
     assert again.content(0) == [{20}, {21}, {22}] and again.content(1) == [{30}, {31}, {32}]
     again.worker.close()
     other = Rank(tmp_path, EngineFacts(**{**vars(FACTS), "backend": "another instruction set"}))
@@ -92,15 +102,15 @@ def test_the_disk_keeps_pages_for_the_same_identity(rank: Rank, tmp_path: Path) 
 
 def test_nothing_is_stored_on_top_of_a_load_that_failed(rank: Rank) -> None:
     """Neither what its request computed in the same step, nor a block that was to be loaded; nor on disk."""
-    rank.step(stores=[Store(1, "a", [2], [0])])
+    rank.step(stores=[Store(1, "a", copies({2: 0}))])
     rank.worker._copies.wrap_copier(lambda copier: FaultyCopier(copier, {"loads": 1}))
-    plan = StepPlan(loads=[Load(2, "b", [0], [4])])
+    plan = StepPlan(loads=[Load(2, "b", copies({4: 0}))])
     rank.worker.load(plan)
     while 2 in rank.worker._loads:
         rank.worker._look_at_loads()
     later = StepPlan(
-        stores=[Store(3, "b", [5], [1]), Store(4, "c", [4], [2]), Store(5, "d", [6], [3])],
-        persists=[Persist(6, KEYS[:1], [1], None)],
+        stores=[Store(3, "b", copies({5: 1})), Store(4, "c", copies({4: 2})), Store(5, "d", copies({6: 3}))],
+        persists=[Persist(6, named({0: 1}), None)],
     )
     rank.worker.store(later)
     report = rank.worker.report()
