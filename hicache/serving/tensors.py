@@ -15,8 +15,6 @@ q and k are in the order that `rope.rotate` expects.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
-from pathlib import Path
 
 import torch
 
@@ -92,14 +90,3 @@ def owned(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     """A contiguous copy of `tensor` in torch's own, aligned memory: results must not depend on where a file's
     bytes were mapped."""
     return tensor.to(TORCH_DTYPES[dtype], copy=True).contiguous()
-
-
-def files_digest(paths: Iterable[Path]) -> str:
-    """SHA-256 over the lengths and bytes of files, in the given order."""
-    total = sha256()
-    for path in paths:
-        total.update(path.stat().st_size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                total.update(part)
-    return total.hexdigest()

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from hicache.config.weights import files_digest
 from hicache.errors import ConfigError
 from hicache.serving.geometry import ModelGeometry, RopeScaling
 from hicache.serving.gguf_tokenizer import gguf_chat_format, gguf_tokenizer
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.optional import need
 from hicache.serving.rope import pair_halves
-from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, name_in_file, owned
+from hicache.serving.tensors import Tensors, check_shape, expected_shapes, name_in_file, owned
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hicache.config.weights import files_digest
 from hicache.errors import ConfigError
 from hicache.serving.chat import ChatFormat
 from hicache.serving.geometry import ModelGeometry, from_hf_config, id_tuple
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.optional import need
-from hicache.serving.tensors import Tensors, check_shape, expected_shapes, files_digest, name_in_file, owned
+from hicache.serving.tensors import Tensors, check_shape, expected_shapes, name_in_file, owned
 from hicache.serving.tokenizer_hf import HFTokenizer, load_hf_tokenizer
 
 _LAYER_NAMES = {

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.config.weights import files_digest
 from hicache.errors import ConfigError
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.loaded import LoadedModel
 from hicache.serving.rope import pair_halves
-from hicache.serving.tensors import Tensors, expected_shapes, files_digest, owned
+from hicache.serving.tensors import Tensors, expected_shapes, owned
 from hicache.serving.tokenizer_pieces import load_llama2c_tokenizer
 
 _HEADER = struct.Struct("<7i")

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from hicache.config.weights import files_digest, weight_files
 from hicache.errors import ConfigError
 from hicache.integrations.vllm.settings import EngineFacts
 
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 PORTABLE_HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process and that nobody can forge."""
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json", "quantize_config.json")
+BLOCK_FORM = 2
+"""Version of what this plug-in keeps of a block. In pages of form 1 there may be bytes of another block."""
+
+
+_OF_THE_PLACE = frozenset({"_name_or_path", "transformers_version"})
+"""Fields of a model's configuration that say where it lies or who wrote it."""
 
 
 def unsupported(config: VllmConfig, cache: KVCacheConfig) -> str | None:
@@ -58,8 +65,8 @@ def scheduler_facts(config: VllmConfig, cache: KVCacheConfig) -> EngineFacts:
     (group,) = cache.kv_cache_groups
     spec = group.kv_cache_spec
     return EngineFacts(
-        model=config.model_config.model,
-        revision=config.model_config.revision,
+        model=_model_name(config),
+        revision=None if Path(config.model_config.model).exists() else config.model_config.revision,
         weights_digest="unknown",
         backend="unknown",
         block_size=spec.block_size,
@@ -76,8 +83,8 @@ def worker_facts(config: VllmConfig, cache: KVCacheConfig, device: str) -> Engin
     spec = group.kv_cache_spec
     tp, pp = get_tp_group(), get_pp_group()
     return EngineFacts(
-        model=config.model_config.model,
-        revision=config.model_config.revision,
+        model=_model_name(config),
+        revision=None if Path(config.model_config.model).exists() else config.model_config.revision,
         weights_digest=_weights_digest(config),
         backend=_backend(config, cache),
         block_size=spec.block_size,
@@ -93,13 +100,14 @@ def worker_facts(config: VllmConfig, cache: KVCacheConfig, device: str) -> Engin
 
 
 def _backend(config: VllmConfig, cache: KVCacheConfig) -> str:
-    """Backend, instruction set, layout, dtypes and layers: how the bytes of a block are to be read."""
+    """Version, backend, instruction set, layout, dtypes and layers: how the bytes of a block are to be read."""
     (group,) = cache.kv_cache_groups
     spec: Any = group.kv_cache_spec
     layers = config.compilation_config.static_forward_context
     kinds = sorted({_kind(layers[name]) for name in group.layer_names})
     parts = {
-        "engine": "vllm",
+        "engine": f"vllm {vllm.__version__}",
+        "block_form": BLOCK_FORM,
         "kinds": kinds,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "layout": str(cache.kv_cache_layout),
@@ -118,23 +126,27 @@ def _kind(layer: Any) -> str:
 
 
 def _weights_digest(config: VllmConfig) -> str:
-    """Of the model's configuration, and of which weight files there are: a folder whose files were replaced is
-    another model."""
+    """Of the model's configuration and of the content of its weights. A model that is no folder is named by the
+    commit of its repository."""
     model = config.model_config
+    hf_config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_THE_PLACE}
+    path = Path(model.model)
+    files = [path] if path.is_file() else weight_files(path)
+    commit = getattr(model.hf_config, "_commit_hash", None)
     parts = {
-        "config": model.hf_config.to_dict(),
-        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "config": hf_config,
+        "weights": files_digest(files) if files else f"{model.model} {model.revision} {commit}",
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
         "seed": model.seed if config.load_config.load_format == "dummy" else None,
-        "files": folder_state(Path(model.model), WEIGHTS),
     }
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def folder_state(folder: Path, patterns: tuple[str, ...]) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of the files in a local folder; empty for what is not one."""
-    if not folder.is_dir():
-        return []
-    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+def _model_name(config: VllmConfig) -> str:
+    """For people: the kind of model of a folder, wherever it lies, or the name of a repository."""
+    model = config.model_config
+    if not Path(model.model).exists():
+        return str(model.model)
+    kinds = getattr(model.hf_config, "architectures", None) or [getattr(model.hf_config, "model_type", None)]
+    return str(kinds[0] or "model")

@@ -7,9 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicache.config.weights import files_digest, weight_files
 from hicache.integrations.vllm.hints import Hints, hints_of
 from hicache.integrations.vllm.host_index import Entry
-from hicache.integrations.vllm.identity import folder_state
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -71,5 +71,6 @@ def _key(adapter: bytes, block_hash: bytes) -> bytes:
 
 def adapter_state(adapter: LoRARequest) -> bytes:
     """The engine's hashes have the adapter's name only; another one may bear it after a restart."""
-    files = folder_state(Path(adapter.path), ("*.safetensors", "*.bin", "*.pt", "*.json"))
-    return sha256(repr((adapter.name, adapter.path, files)).encode()).digest()
+    folder = Path(adapter.path)
+    digest = files_digest([*weight_files(folder), *sorted(folder.glob("*.json"))])
+    return sha256(repr((adapter.name, digest)).encode()).digest()

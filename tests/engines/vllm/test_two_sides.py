@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from hicache.errors import ConfigError
 from hicache.hashing import StoreIdentity
+from hicache.integrations.vllm import identity
 from hicache.integrations.vllm.events import EventLog
 from hicache.integrations.vllm.hints import Hints, hints_of
 from hicache.integrations.vllm.identity import unsupported
@@ -66,9 +69,9 @@ class Rig:
         file = folder / "tiers.yaml"
         file.write_text(text)
         settings = load_settings(file, FACTS)
-        identity: StoreIdentity = settings.identity()
+        own: StoreIdentity = settings.identity()
         self.clock = Clock()
-        hellos = [Hello(identity, pages + rank) for rank in range(ranks)]
+        hellos = [Hello(own, pages + rank) for rank in range(ranks)]
         self.side: Any = CacheScheduler(settings, hellos, EventLog(True, BLOCK), self.clock)
         self.ranks = ranks
 
@@ -405,3 +408,61 @@ def test_workers_are_told_when_a_step_computes_nothing(tmp_path: Path) -> None:
     request = rig.admit("a", list(range(40)))
     assert rig.step().idle
     assert not rig.step((request, 0, 40)).idle
+
+
+class HfConfig:
+    architectures = ("LlamaForCausalLM",)
+    _commit_hash = None
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"hidden_size": 64, "_name_or_path": self.place, "transformers_version": "5"}
+
+
+def facts_of(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> EngineFacts:
+    """Of a rank of vLLM `version` that serves the model in `folder`."""
+    group = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(identity, "get_tp_group", lambda: group)
+    monkeypatch.setattr(identity, "get_pp_group", lambda: group)
+    monkeypatch.setattr(vllm, "__version__", version)
+    spec = SimpleNamespace(block_size=16, page_size_bytes=4096, dtype="bfloat16", num_kv_heads=2, head_size=64)
+    kv_group = SimpleNamespace(kv_cache_spec=spec, layer_names=["l0"])
+    cache: Any = SimpleNamespace(kv_cache_groups=[kv_group], kv_cache_layout="NHD", num_blocks=10)
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASH_ATTN"), isa=None)
+    model = SimpleNamespace(
+        model=str(folder), revision=None, hf_config=HfConfig(str(folder)), quantization=None, dtype="bfloat16", seed=0
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={"l0": layer}),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    return identity.worker_facts(config, cache, "cpu")
+
+
+def test_pages_are_named_by_the_engines_version_and_the_weights_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by where the weights lie, nor by when they were written."""
+    for name, content in (("a", b"x"), ("b", b"x"), ("c", b"y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content * 1000)
+        os.utime(tmp_path / name / "model.safetensors", (1, 1))
+    known = facts_of(tmp_path / "a", "0.32.0", monkeypatch)
+    os.utime(tmp_path / "a" / "model.safetensors", (2, 2))
+    assert facts_of(tmp_path / "a", "0.32.0", monkeypatch) == known
+    assert facts_of(tmp_path / "b", "0.32.0", monkeypatch) == known
+    assert facts_of(tmp_path / "c", "0.32.0", monkeypatch).weights_digest != known.weights_digest
+    assert facts_of(tmp_path / "a", "0.33.0", monkeypatch).backend != known.backend
+
+
+def test_pages_of_the_plug_ins_first_form_are_never_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may hold another block's bytes."""
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    known = facts_of(tmp_path, "0.32.0", monkeypatch)
+    assert identity.BLOCK_FORM > 1
+    monkeypatch.setattr(identity, "BLOCK_FORM", 1)
+    assert facts_of(tmp_path, "0.32.0", monkeypatch).backend != known.backend
