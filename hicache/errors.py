@@ -4,6 +4,7 @@ HiCacheError
 ├── BadInput               the caller's input; one line with the place and the mend (CLI: exit 2)
 │   ├── ConfigError        YAML, units, tier order, sizes
 │   ├── TraceError         a malformed trace line, with its number
+│   ├── TokenError         a token id that no prefix key can hold
 │   └── StoreIdentityError a store written for another model, dtype, layout or format
 ├── ProtocolError          a caller broke the cache's contract (double release, illegal transition): a bug
 ├── IntegrityError         an invariant does not hold, or a wrong byte was found: a bug
@@ -31,6 +32,10 @@ class ConfigError(BadInput):
 
 class TraceError(BadInput):
     """A trace file cannot be read."""
+
+
+class TokenError(BadInput):
+    """A token id is no integer from 0 to 2**31 - 1."""
 
 
 class StoreIdentityError(BadInput):

@@ -23,15 +23,18 @@ from hicache.device_pool import ReqToTokenPool
 from hicache.errors import ProtocolError
 from hicache.transfer.tickets import LoadTicket
 from hicache.tree.plans import LockReceipt
-from hicache.types import PageIndices, PrefixKey, TokenIds
+from hicache.types import PageIndices, PrefixKey, TokenIds, token_array
 
 
 class Request:
-    """One request's tokens and what it holds of the cache. Made by the caller, changed by RequestManager."""
+    """One request's tokens and what it holds of the cache. Made by the caller, changed by RequestManager.
+
+    Raises TokenError for what is no token id.
+    """
 
     def __init__(self, rid: str, tokens: TokenIds, namespace: bytes = b"", priority: int = 0) -> None:
         self.rid = rid
-        self.tokens: npt.NDArray[np.int32] = np.array(tokens, np.int32)
+        self.tokens: npt.NDArray[np.int32] = token_array(tokens).copy()
         self.namespace = namespace
         self.priority = priority
         self.row: int | None = None  # of the ReqToTokenPool, while admitted
@@ -45,7 +48,7 @@ class Request:
         return self.row is not None
 
     def key(self, num_tokens: int | None = None) -> PrefixKey:
-        return PrefixKey.of(self.tokens[:num_tokens], self.namespace)
+        return PrefixKey(self.tokens[:num_tokens].astype("<i4", copy=False).tobytes(), self.namespace)
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ class RequestManager:
         return True
 
     def append(self, req: Request, token_ids: TokenIds) -> None:
-        """Decoded tokens join the request."""
-        req.tokens = np.concatenate([req.tokens, np.asarray(token_ids, np.int32)])
+        """Decoded tokens join the request. Raises TokenError for what is no token id; nothing has joined then."""
+        req.tokens = np.concatenate([req.tokens, token_array(token_ids)])
 
     def commit(self, req: Request, upto_tokens: int) -> None:
         """The KV of the first `upto_tokens` tokens is written (or will be, before the step's compute event)."""

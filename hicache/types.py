@@ -10,13 +10,19 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hicache.errors import TokenError
+
 TOKEN_BYTES = 4
 """A token id is an int32 in a prefix key."""
+
+MAX_TOKEN = 2**31 - 1
+"""The largest token id."""
 
 PageIndices: TypeAlias = npt.NDArray[np.int32]
 """1-D array of page numbers in one pool."""
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+"""Token ids as callers have them: a sequence of integers, or a 1-D array (a torch tensor too) of any integer dtype."""
 
 
 class Tier(IntEnum):
@@ -46,6 +52,39 @@ def no_pages() -> PageIndices:
     return np.empty(0, np.int32)
 
 
+def token_array(tokens: TokenIds) -> npt.NDArray[np.int32]:
+    """The tokens as a 1-D array of int32, with the values that they have: nothing is wrapped, rounded or cut.
+
+    Raises TokenError, naming the first one, for ids that are not integers from 0 to `MAX_TOKEN`.
+    """
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError) as error:  # ragged lists, tensors on a GPU
+        raise TokenError(f"tokens: they make no array of integers: {error}") from None
+    if array.ndim != 1:
+        raise TokenError(f"tokens: they have shape {array.shape}, one sequence (tokens,) is needed")
+    if array.dtype.kind in "fO" and isinstance(tokens, Sequence):
+        array = _exact(tokens)  # numpy makes floats or objects of integers that no dtype holds together
+    if array.dtype.kind not in "iu" and len(array):
+        raise TokenError(f"tokens: they are of type {array.dtype}, integers are needed")
+    if len(array) and not 0 <= int(array.min()) <= int(array.max()) <= MAX_TOKEN:
+        index = int(np.argmax((array < 0) | (array > MAX_TOKEN)))
+        raise _not_an_id(index, array[index])
+    return np.asarray(array, np.int32)
+
+
+def _exact(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Raises TokenError for the first that is no integer of 64 bits."""
+    for index, token in enumerate(tokens):
+        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN:
+            raise _not_an_id(index, token)
+    return np.array([int(token) for token in tokens], np.int64)
+
+
+def _not_an_id(index: int, token: object) -> TokenError:
+    return TokenError(f"tokens[{index}] is {token}: token ids are integers from 0 to {MAX_TOKEN}")
+
+
 @dataclass(frozen=True)
 class PrefixKey:
     """Token ids of a request in the form the tree compares: int32 little-endian bytes, within a namespace.
@@ -59,7 +98,8 @@ class PrefixKey:
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: bytes = b"") -> PrefixKey:
-        return cls(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), namespace)
+        """Raises TokenError for what is no token id."""
+        return cls(token_array(tokens).astype("<i4", copy=False).tobytes(), namespace)
 
     def __len__(self) -> int:
         """Number of tokens."""
