@@ -20,7 +20,14 @@ from hicache.device_pool import resolve_device
 from hicache.errors import ConfigError, TransferError
 from hicache.hashing import RequestNamespace
 from hicache.integrations.transformers.identity import model_section
-from hicache.integrations.transformers.support import cache_argument, check_call, check_model, token_ids
+from hicache.integrations.transformers.support import (
+    cache_argument,
+    check_call,
+    check_model,
+    check_state,
+    model_state,
+    token_ids,
+)
 from hicache.requests import Admission, Request, RequestManager
 from hicache.stats import CacheStats
 from hicache.streams import record_compute
@@ -64,6 +71,7 @@ class PrefixCache:
         self.hicache = cache
         self._requests = requests
         self._argument = cache_argument(model)
+        self._opened = model_state(model)
         self._numbers = itertools.count()
 
     @classmethod
@@ -86,14 +94,25 @@ class PrefixCache:
         return cls(model, cache, build_requests(cache, max_requests=16))
 
     def generate(
-        self, input_ids: torch.Tensor | Sequence[int], *, namespace: RequestNamespace | None = None, **settings: Any
+        self,
+        input_ids: torch.Tensor | Sequence[int] | Mapping[str, Any],
+        *,
+        namespace: RequestNamespace | None = None,
+        **settings: Any,
     ) -> Any:
         """`model.generate(input_ids, **settings)` for one sequence, less the prefill of the longest known prefix.
 
-        Nothing is shared between namespaces. Raises ConfigError for settings that cannot be served: see support.py.
+        `input_ids` may be what a tokenizer returns (BatchEncoding). Nothing is shared between namespaces. Raises
+        ConfigError for settings that are not known to leave K and V as they are, `support.ALLOWED`.
         """
-        check_call(self.model, settings)
-        tokens = token_ids(input_ids)
+        prompt: Any = input_ids
+        if isinstance(input_ids, Mapping):
+            settings = {**{name: value for name, value in input_ids.items() if name != "input_ids"}, **settings}
+            if "input_ids" not in input_ids:
+                raise ConfigError(f"generate({{{', '.join(input_ids)}}}): there are no input_ids in it")
+            prompt = input_ids["input_ids"]
+        tokens = token_ids(prompt)
+        check_call(self.model, settings, len(tokens))
         with self.prefix(tokens, namespace) as past:
             inputs = torch.tensor([tokens], device=self.model.device)
             output = self.model.generate(inputs, **{**settings, self._argument: past.cache})
@@ -105,7 +124,10 @@ class PrefixCache:
         self, input_ids: torch.Tensor | Sequence[int], namespace: RequestNamespace | None = None
     ) -> Iterator[Past]:
         """The longest known prefix of a prompt, for a loop of your own: pass `past.cache` to the model, then call
-        `past.store` with the whole sequence. At least one token of the prompt is left to compute."""
+        `past.store` with the whole sequence. At least one token of the prompt is left to compute.
+
+        Raises ConfigError if the model has changed since the cache was opened."""
+        check_state(self.model, self._opened)
         encoded = namespace.encode() if namespace is not None else b""
         request = Request(f"generate {next(self._numbers)}", token_ids(input_ids), encoded)
         try:

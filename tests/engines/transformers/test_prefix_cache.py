@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,11 @@ import transformers
 from chats import PAGE, Counted, tiers
 from test_chats import SIZES
 
-from hicache.errors import ConfigError
+from hicache.errors import BadInput, ConfigError
 from hicache.hashing import RequestNamespace
 from hicache.integrations.transformers import PrefixCache
 from hicache.integrations.transformers.identity import digest_of
+from hicache.integrations.transformers.support import ALLOWED
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 PROMPT = torch.randint(3, 300, (1, 100), generator=torch.Generator().manual_seed(1))
@@ -221,11 +222,25 @@ def test_kv_of_another_dtype(cache: PrefixCache) -> None:
         ({"attention_mask": torch.tensor([[0] + [1] * 99])}, "padding is not supported"),
         ({"num_beams": 2}, r"num_beams=2\): one sequence at a time"),
         ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'.*cache of its own"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'.*not known to leave K and V"),
         ({"cache_implementation": "quantized"}, "cache_implementation='quantized'"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"use_cache": False}, "nothing to restore"),
         ({"generation_config": transformers.GenerationConfig(num_beams=4)}, "num_beams=4"),
+        ({"generation_config": transformers.GenerationConfig(guidance_scale=2.0)}, "guidance_scale=2.0"),
+        ({"position_ids": torch.arange(100)[None]}, r"position_ids=...\) is not supported"),
+        ({"cache_position": torch.arange(100)}, "cache_position"),
+        ({"token_type_ids": torch.zeros(1, 100)}, "token_type_ids"),
+        ({"attention_mask": torch.ones(1, 99)}, "padding is not supported"),
+        ({"attention_mask": torch.ones(1, 1, 100, 100)}, "padding is not supported"),
+        ({"attention_mask": 2 * torch.ones(1, 100)}, "padding is not supported"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+        ({"assistant_model": object()}, "assistant_model=..."),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
+        ({"prefill_chunk_size": 32}, "prefill_chunk_size=32"),
+        ({"output_attentions": True}, "output_attentions=True"),
+        ({"custom_generate": "someone/loop"}, "custom_generate='someone/loop'"),
+        ({"of_a_later_version": 1}, "of_a_later_version=1"),
     ],
 )
 def test_calls_that_cannot_be_served(cache: PrefixCache, settings: dict[str, Any], message: str) -> None:
@@ -242,13 +257,87 @@ def test_a_mask_without_padding_is_fine(cache: PrefixCache) -> None:
     "prompt, message",
     [
         (PROMPT.repeat(2, 1), "2 sequences given: one at a time"),
-        (PROMPT[:, :0], "tokens of one sequence are needed"),
-        (PROMPT.float(), "tokens of one sequence are needed"),
+        (PROMPT[:, :0], "no tokens given"),
+        ([], "no tokens given"),
+        (PROMPT.float(), "of type float32, integers are needed"),
+        (PROMPT + 2**32, r"tokens\[0\] is 4294967"),
+        (PROMPT[None], r"they have shape \(1, 1, 100\), one sequence"),
+        ({"attention_mask": torch.ones(1, 100)}, "there are no input_ids in it"),
     ],
 )
-def test_prompts_that_cannot_be_served(cache: PrefixCache, prompt: torch.Tensor, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_prompts_that_cannot_be_served(cache: PrefixCache, prompt: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         cache.generate(prompt)
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(cache: PrefixCache) -> None:
+    truth = cache.model.generate(PROMPT, **GREEDY)
+    for _ in range(2):
+        encoded = transformers.BatchEncoding({"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)})
+        assert torch.equal(cache.generate(encoded, **GREEDY), truth)
+        assert torch.equal(cache.generate(**encoded, **GREEDY), truth)
+    with pytest.raises(ConfigError, match="padding"):
+        cache.generate({"input_ids": PROMPT, "attention_mask": torch.zeros_like(PROMPT)})
+
+
+def test_every_allowed_setting_leaves_the_kv_of_the_prompt_as_it_is(model: Any) -> None:
+    """Each alone, then a plain call: it finds all pages, and they have the bytes that a plain call computes."""
+    values: dict[str, Any] = {
+        **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits", "early_stopping"), True),
+        **dict.fromkeys(("output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"), True),
+        **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "top_p", "typical_p", "temperature"), 0.5),
+        **dict.fromkeys(("top_k", "no_repeat_ngram_size", "max_time", "length_penalty"), 3),
+        "repetition_penalty": 1.5,
+        "bad_words_ids": [[5]],
+        "suppress_tokens": [5, 6],
+        "begin_suppress_tokens": [5, 6],
+        "sequence_bias": [[[5], 2.0]],
+        "exponential_decay_length_penalty": (3, 1.5),
+        "forced_eos_token_id": 2,
+    }
+    assert values.keys() <= ALLOWED
+    for name, value in values.items():
+        with PrefixCache.open(model, tiers(None)) as cache, PrefixCache.open(model, tiers(None)) as plain:
+            cache.generate(PROMPT, **{**GREEDY, name: value})
+            plain.generate(PROMPT, **GREEDY)
+            with cache.prefix(PROMPT) as found, plain.prefix(PROMPT) as wanted:
+                assert found.tokens == wanted.tokens == 96, name
+                for layer, other in zip(found.cache.layers, wanted.cache.layers, strict=True):
+                    assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values), name
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (lambda model: _write(model), "weights"),
+        (lambda model: model.double(), "weights"),
+        (lambda model: model.load_state_dict(tiny(seed=3).state_dict()), "weights"),
+        (lambda model: model.set_attn_implementation("eager"), "attention implementation"),
+        (lambda model: model.train(), "training mode"),
+    ],
+)
+def test_a_model_that_changes_under_its_cache_is_refused(change: Callable[[Any], None], what: str) -> None:
+    model = tiny()
+    with PrefixCache.open(model, tiers(None)) as cache:
+        prefilled(cache)
+        change(model)
+        with pytest.raises(ConfigError, match=f"the model's {what} changed while its prefix cache was open"):
+            cache.generate(PROMPT, **GREEDY)
+
+
+def _write(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+
+
+def test_autocast_and_training_are_refused(model: Any) -> None:
+    with PrefixCache.open(model, tiers(None)) as cache, torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ConfigError, match="autocast changed"):
+            cache.generate(PROMPT, **GREEDY)
+        with pytest.raises(ConfigError, match="autocast is on"):
+            PrefixCache.open(model, tiers(None))
+    with pytest.raises(ConfigError, match=r"training mode.*call model.eval\(\)"):
+        PrefixCache.open(tiny().train(), tiers(None))
 
 
 @pytest.mark.parametrize(
