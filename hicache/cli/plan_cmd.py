@@ -90,7 +90,7 @@ def plan(  # noqa: PLR0913 - one parameter per option of the command line
     names = check_policies([name.strip() for name in policies.split(",") if name.strip()])
     shape, limits, section = read_model(model, kv_dtype), parse_budget(budget), _costs(costs)
     requests = load_trace(trace, limit)
-    given = PlanInput(page_trace(requests, page_size), shape, limits, names, tp, section, store)
+    given = PlanInput(page_trace(requests, page_size), shape, limits, names, tp, section, store, max_running)
     console = Console(stderr=True, quiet=not progress)
     with _status(console) as tick:
         found = make_plan(given, bound, tick)

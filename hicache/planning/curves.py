@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.planning.hits import ONE_PASS, Hits
 from hicache.planning.knee import knee
@@ -105,11 +106,16 @@ class Explorer:
         memory = sizes.device // self.page_bytes + sizes.host // self.page_bytes
         return max(memory, sizes.storage // self.page_bytes)
 
+    def too_long(self, device: int) -> npt.NDArray[np.bool_]:
+        """Which requests a device tier of `device` bytes cannot run: they hit nothing."""
+        return self.hits.pages.request_tokens > device // self.times.token_bytes
+
     def split(self, policy: str, sizes: Sizes) -> TokenSplit:
         device = self._tokens(policy, Sizes(sizes.device))
         memory = np.maximum(device, self._tokens(policy, Sizes(sizes.device, sizes.host)))
         everything = np.maximum(memory, self._tokens(policy, sizes))
-        return TokenSplit(device, memory - device, everything - memory)
+        runs = ~self.too_long(sizes.device)
+        return TokenSplit(device * runs, (memory - device) * runs, (everything - memory) * runs)
 
     def _tokens(self, policy: str, sizes: Sizes) -> Ints:
         return self.hits.of(policy, self.capacity(sizes)) * self.hits.pages.page_size

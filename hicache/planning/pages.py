@@ -34,6 +34,11 @@ class PageTrace:
         return np.array([request.prompt_len for request in self.trace], np.int64)
 
     @cached_property
+    def request_tokens(self) -> Ints:
+        """Of each request, its answer included: what the device tier has to hold while it runs."""
+        return np.array([request.prompt_len + request.output_len for request in self.trace], np.int64)
+
+    @cached_property
     def arrivals(self) -> Floats:
         """Of each request, in seconds since the first one."""
         at: Floats = np.array([request.arrival_ms for request in self.trace], np.float64) / 1000

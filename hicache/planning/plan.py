@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from hicache.config import CacheConfig
 from hicache.config.cost_model import costs_of
@@ -34,7 +37,8 @@ Simulate = Callable[[CacheConfig], SimResult]
 @dataclass(frozen=True)
 class PlanInput:
     """`limits` in bytes of one rank, 0 for a tier that is not wanted. `policies` begin with lru. `costs` is the section
-    of a configuration; `store` the folder that is suggested for the disk tier."""
+    of a configuration; `store` the folder that is suggested for the disk tier; at most `max_running` requests run
+    at a time."""
 
     pages: PageTrace
     model: PlanModel
@@ -43,6 +47,7 @@ class PlanInput:
     tp: int = 1
     costs: Mapping[str, Any] = field(default_factory=dict)
     store: str = "hicache-store"
+    max_running: int = 64
 
     @property
     def page_size(self) -> int:
@@ -51,11 +56,23 @@ class PlanInput:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """`running` requests run at a time, the longest takes `longest` tokens with its answer. Bytes of a device tier
+    that the longest fits into alone, and with the others beside it at their mean length."""
+
+    running: int
+    longest: int
+    longest_bytes: int
+    running_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Curves of each tier with the tiers above at their suggested sizes, what is suggested, and what it comes to.
 
     `predicted` is without waiting for other requests; `simulated` is a replay of the whole trace through the
-    suggestion on a virtual clock, None if none was asked for.
+    suggestion on a virtual clock, None if none was asked for. `floor` is what the device tier has to be for the
+    requests that run, whatever it hits.
     """
 
     given: PlanInput
@@ -64,6 +81,7 @@ class Plan:
     tiers: Sequence[TierCurves]
     sizes: Sizes
     policy: str
+    floor: Floor
     values: Mapping[str, Any]
     nothing: Point
     predicted: Point
@@ -89,7 +107,8 @@ def make_plan(given: PlanInput, bound: bool = True, tick: Tick = lambda what: No
     if given.limits[Tier.DEVICE] < page_bytes:
         raise ConfigError(f"budget: device: a page of the trace takes {page_bytes:,} bytes: give it more")
     explorer = Explorer(Hits(given.pages, tick), TimeModel(costs, layout.token_bytes, layout.num_layers))
-    sizes = _choose(explorer, given.limits)
+    floor = _floor(explorer, given)
+    sizes = _choose(explorer, given.limits, floor)
     tiers = [_tier_curves(explorer, given, tier, sizes, bound) for tier in Tier if given.limits[tier]]
     policy = _best_policy(explorer, given.policies, sizes)
     values = _values(given, sizes, policy)
@@ -101,6 +120,7 @@ def make_plan(given: PlanInput, bound: bool = True, tick: Tick = lambda what: No
         tiers=tiers,
         sizes=sizes,
         policy=policy,
+        floor=floor,
         values=values,
         nothing=explorer.point(ONE_PASS, Sizes(0), 0),
         predicted=explorer.point(policy, sizes, 0),
@@ -120,12 +140,32 @@ def _values(given: PlanInput, sizes: Sizes, policy: str) -> dict[str, Any]:
 # ---- sizes ----------------------------------------------------------------------------------
 
 
-def _choose(explorer: Explorer, limits: Mapping[Tier, int]) -> Sizes:
-    """Tier by tier from above, by lru: the least size that saves nearly what the limit saves."""
+def _floor(explorer: Explorer, given: PlanInput) -> Floor:
+    """How many requests run at a time follows from Little's law, L = λW (J. D. C. Little, Operations Research 9(3),
+    1961): W is the modelled time of a request that hits nothing, as if prefills did not wait for each other. Their
+    prefills cannot take more than all of the time there is: then requests queue up, and as many run as may.
+    """
+    pages, times = given.pages, explorer.times
+    span = max(float(pages.arrivals[-1]), 1e-9)
+    prefill = float(times.prefill(np.zeros_like(pages.prompt_tokens), pages.prompt_tokens).sum())
+    load = prefill / span
+    running = given.max_running if load >= 1 else min(max(1, math.ceil(load / (1 - load))), given.max_running)
+    longest, mean = int(pages.request_tokens.max()), float(pages.request_tokens.mean())
+    page = explorer.page_bytes // times.token_bytes  # each request has a last page that is not full
+    tokens = longest + page + int((running - 1) * (mean + page))
+    return Floor(running, longest, (longest + page) * times.token_bytes, tokens * times.token_bytes)
+
+
+def _choose(explorer: Explorer, limits: Mapping[Tier, int], floor: Floor) -> Sizes:
+    """Tier by tier from above, by lru: the least size that saves nearly what the limit saves, and of the device tier
+    not less than its floor."""
     sizes = Sizes(0)
     for tier in Tier:
         if limits[tier]:
             sizes = sizes.replaced(tier, _least_size(explorer, tier, sizes, limits[tier]))
+            if tier is Tier.DEVICE:
+                least = round_size(min(floor.running_bytes, limits[tier]), limits[tier])
+                sizes = Sizes(max(sizes.device, least))
     if sizes.storage and not _is_worth(explorer, sizes.replaced(Tier.STORAGE, 0), sizes):
         sizes = sizes.replaced(Tier.STORAGE, 0)
     if sizes.host and not sizes.storage and not _is_worth(explorer, Sizes(sizes.device), sizes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,8 +19,12 @@ from hicache.types import Tier
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits, in ms below a second."""
-    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    """Three digits in ms or s, and from two minutes on in minutes or hours."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _short_bytes(nbytes: int) -> str:
@@ -115,12 +120,33 @@ def notes(plan: Plan, mark: str) -> list[str]:
         "ends (Kneedle)",
         f"sizes are those of one rank; a page of the trace is the unit of sharing, {plan.given.pages.page_size} tokens",
     ]
-    found += _waiting(plan)
+    found += [*_room(plan), *_waiting(plan)]
     note = plan.given.model.note()
     left_out = [tier_word(tier.tier) for tier in plan.tiers if not plan.sizes.of(tier.tier)]
     if left_out:
         found.append(f"left out, it would save next to nothing here: {', '.join(left_out)}")
     return [*found, note] if note else found
+
+
+def _room(plan: Plan) -> list[str]:
+    """Whether the requests fit into the device tier, those that run together and the longest alone."""
+    floor, limit = plan.floor, plan.given.limits[Tier.DEVICE]
+    found = [
+        f"the longest request takes {floor.longest:,} tokens, {_short_bytes(floor.longest_bytes)}: on a smaller device "
+        f"tier it cannot run and counts as a miss; {floor.running} running at a time take about "
+        f"{_short_bytes(floor.running_bytes)}"
+    ]
+    if (cannot := int(plan.explorer.too_long(limit).sum())) > 0:
+        share = cannot / len(plan.given.pages.trace)
+        found.append(
+            f"{cannot:,} requests ({share:.1%}) do not fit into the device limit of {size_words(limit)}, they cannot "
+            "run: raise it, shard the model over more ranks (--tp) or use a smaller KV type (--kv-dtype fp8)"
+        )
+    elif floor.running_bytes > limit:
+        found.append(
+            f"the device limit of {size_words(limit)} holds fewer than {floor.running} of them: fewer run at a time"
+        )
+    return found
 
 
 def _waiting(plan: Plan) -> list[str]:
@@ -159,11 +185,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "suggested": {
             "sizes": {tier_word(tier): plan.sizes.of(tier) for tier in Tier},
             "eviction": plan.policy,
+            "floor": asdict(plan.floor),
             "predicted": _point_json(plan.predicted),
             "replayed": None
             if simulated is None
             else {
                 "hit_rate": simulated.replay.hit_rate,
+                "skipped_requests": len(simulated.replay.skipped),
+                "skipped_tokens": simulated.replay.skipped_tokens,
                 "hit_tokens": dict(simulated.replay.hit_tokens),
                 "ttft_mean": simulated.ttft.mean,
                 "ttft_p50": simulated.ttft.p50,

@@ -38,6 +38,7 @@ def to_json(result: ReplayResult) -> dict[str, Any]:
         "retractions": result.retractions,
         "failed_loads": result.failed_loads,
         "skipped_requests": len(result.skipped),
+        "skipped_tokens": result.skipped_tokens,
     }
 
 
@@ -48,18 +49,28 @@ def to_table(result: ReplayResult, verified: bool) -> RenderableType:
     parts += [Text(line, "red") for line in result.wrong_examples]
     states = {"loads from storage": result.storage_loads, "stores to storage": result.storage_stores}
     parts += [Text(f"{what}: {state} at the end", "yellow") for what, state in states.items() if state in _IMPAIRED]
-    parts += [Text(line, "yellow") for line in result.skipped[:3]]
-    return Group(*parts)
+    return Group(*parts, *skipped_lines(result))
+
+
+def skipped_lines(result: ReplayResult) -> list[Text]:
+    """The first requests that can never run, and how many more there are."""
+    lines = [str(skipped) for skipped in result.skipped[:3]]
+    if more := len(result.skipped) - len(lines):
+        lines.append(f"and {more:,} more; the longest takes {max(one.needed for one in result.skipped):,} tokens")
+    return [Text(line, "yellow") for line in lines]
 
 
 def tokens_table(result: ReplayResult) -> Table:
     """Prompt tokens by where their KV came from."""
     table = plain_table("prompt tokens", "tokens", "share")
-    total = max(result.prompt_tokens, 1)
+    total = max(result.prompt_tokens + result.skipped_tokens, 1)
     for tier, tokens in result.hit_tokens.items():
         table.add_row(f"hit on {tier}", f"{tokens:,}", f"{tokens / total:.1%}")
-    table.add_row("computed", f"{result.computed_tokens:,}", f"{result.computed_tokens / total:.1%}", end_section=True)
-    table.add_row("asked for", f"{result.prompt_tokens:,}", "")
+    table.add_row("computed", f"{result.computed_tokens:,}", f"{result.computed_tokens / total:.1%}")
+    if skipped := result.skipped_tokens:
+        table.add_row("of requests too long to run", f"{skipped:,}", f"{skipped / total:.1%}")
+    table.add_section()
+    table.add_row("asked for", f"{total:,}", "")
     return table
 
 

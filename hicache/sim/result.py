@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hicache.errors import IntegrityError
 from hicache.sim.running import Running
+from hicache.sim.waiting import Skipped
 from hicache.types import Tier
 
 
@@ -56,7 +57,8 @@ class ReplayResult:
     """Tokens, pages and bytes of a whole replay; `seconds` of wall clock from first request to drained.
 
     Hits and computed tokens are those of each request's last admission and sum to `prompt_tokens`; what a
-    retracted request had computed before is in `recomputed_tokens`. `failures` counts copies and storage
+    retracted request had computed before is in `recomputed_tokens`. Requests that were `skipped` are in none of these.
+    `failures` counts copies and storage
     operations by kind and reason; `storage_loads` and `storage_stores` say whether storage was in service at
     the end: "on", "off" or "trying", None without it.
     """
@@ -69,7 +71,7 @@ class ReplayResult:
     recomputed_tokens: int
     retractions: int
     failed_loads: int
-    skipped: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
     demoted_pages: Mapping[str, int]
     dropped_pages: Mapping[str, int]
     moved_bytes: Mapping[str, int]
@@ -92,8 +94,13 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that some tier served."""
-        return sum(self.hit_tokens.values()) / max(self.prompt_tokens, 1)
+        """Share of all prompt tokens that some tier served, those of skipped requests included: they are misses."""
+        return sum(self.hit_tokens.values()) / max(self.prompt_tokens + self.skipped_tokens, 1)
+
+    @property
+    def skipped_tokens(self) -> int:
+        """Prompt tokens of requests that can never run."""
+        return sum(skipped.prompt_tokens for skipped in self.skipped)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hicache.sim.report import bytes_moved, pages_table, plain_table, to_json, tokens_table
+from hicache.sim.report import bytes_moved, pages_table, plain_table, skipped_lines, to_json, tokens_table
 from hicache.sim.simulate import SimResult
 
 _OF_BYTES = ("checked_pages", "wrong_pages", "poisoned_pages", "wrong_examples")
@@ -22,7 +22,7 @@ def sim_json(result: SimResult) -> dict[str, Any]:
     `seconds` is how long the simulation ran, `virtual_seconds` how long the requests would have taken.
     """
     replay = {name: value for name, value in to_json(result.replay).items() if name not in _OF_BYTES}
-    total = max(result.replay.prompt_tokens, 1)
+    total = max(result.replay.prompt_tokens + result.replay.skipped_tokens, 1)
     return {
         **replay,
         "hit_rate": {tier: tokens / total for tier, tokens in result.replay.hit_tokens.items()},
@@ -45,8 +45,7 @@ def sim_table(result: SimResult) -> RenderableType:
     if result.stats.load_choices:
         parts.append(_choices_table(result))
     parts.append(_summary(result))
-    parts += [Text(line, "yellow") for line in result.replay.skipped[:3]]
-    return Group(*parts)
+    return Group(*parts, *skipped_lines(result.replay))
 
 
 def _times_table(result: SimResult) -> Table:

@@ -27,6 +27,23 @@ class Waiting:
     arrived: float  # on the replay's timeline
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A request that takes `needed` tokens where the device tier has room for `room`. Its prompt counts as computed
+    elsewhere: as misses."""
+
+    rid: str
+    prompt_tokens: int
+    needed: int
+    room: int
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.rid} takes {self.needed} tokens and the device tier has room for {self.room}; it was "
+            "skipped, give the device tier a larger size"
+        )
+
+
 class WaitingQueue:
     """Pulls requests from a trace, `window` at a time, and prefetches for them in their order.
 
@@ -51,8 +68,8 @@ class WaitingQueue:
         self._window: list[Waiting] = []
         self._asked: set[str] = set()
         self._next: TraceRequest | None = next(self._trace, None)
-        self.skipped: list[str] = []
-        """One line for each request that can never run."""
+        self.skipped: list[Skipped] = []
+        """Requests that can never run."""
 
     def __bool__(self) -> bool:
         """True while requests wait. Ask after `refill`."""
@@ -70,10 +87,7 @@ class WaitingQueue:
                 return
             self._next = next(self._trace, None)
             if (needed := trace.prompt_len + trace.output_len) > self._target.max_context_len:
-                self.skipped.append(
-                    f"request {trace.rid} takes {needed} tokens and the device tier has room for "
-                    f"{self._target.max_context_len}; it was skipped, give the device tier a larger size"
-                )
+                self.skipped.append(Skipped(trace.rid, trace.prompt_len, needed, self._target.max_context_len))
             else:
                 self._window.append(self._enqueue(trace, self._timeline.arrival(trace.arrival_ms / 1000)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hicache.planning.model_config import read_model
 from hicache.planning.pages import page_trace
 from hicache.planning.plan import PlanInput, make_plan
 from hicache.planning.report import to_html
-from hicache.planning.tables import to_json
+from hicache.planning.tables import notes, to_json
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.page_policies import BlockCache
 from hicache.types import Tier
@@ -50,8 +51,48 @@ def test_the_points_of_a_policy_are_those_of_the_tree(given: PlanInput) -> None:
     plan = make_plan(given, bound=False)
     page_bytes = plan.token_bytes * 64
     for point in plan.tiers[0].curves["slru"].points:
-        hits = BlockCache(point.size // page_bytes, "slru").run(given.pages.requests)
-        assert point.hit_rate == pytest.approx(hits.hits * 64 / given.pages.total_tokens)
+        cache = BlockCache(point.size // page_bytes, "slru")
+        hits = [cache.serve(request) for request in given.pages.requests]
+        room = point.size // plan.token_bytes  # what a request longer than this would hit counts as a miss
+        fits = [tokens <= room for tokens in given.pages.request_tokens]
+        found = sum(count for count, fit in zip(hits, fits, strict=True) if fit)
+        assert point.hit_rate == pytest.approx(found * 64 / given.pages.total_tokens)
+
+
+def test_the_device_tier_has_room_for_the_longest_request_and_for_those_that_run(given: PlanInput) -> None:
+    """Whatever it hits: a suggestion on which requests cannot run is none."""
+    long = ChatWorkload(conversations=1, turns=1.0, seed=6, system_tokens=60_000, context_tokens=80_000)
+    pages = page_trace([*generate(WORKLOAD), *generate(long)], 64)
+    given = replace(given, pages=pages, limits={**LIMITS, Tier.DEVICE: 16 << 30})
+    plan = make_plan(given, bound=False)
+    longest = int(pages.request_tokens.max())
+    assert longest > 60_000 and plan.floor.longest == longest
+    assert plan.sizes.device >= plan.floor.running_bytes >= longest * plan.token_bytes
+    assert make_plan(replace(given, max_running=1), bound=False).floor.running == 1
+    assert not plan.explorer.too_long(plan.sizes.device).any()
+
+
+def test_requests_too_long_for_the_limit_are_misses_and_told(given: PlanInput) -> None:
+    lengths = sorted(given.pages.request_tokens.tolist())
+    room = lengths[len(lengths) // 2]  # half of the requests are longer
+    plan = make_plan(given, bound=False)
+    limits = {Tier.DEVICE: room * plan.token_bytes, Tier.HOST: 4 << 30, Tier.STORAGE: 0}
+    plan = make_plan(replace(given, limits=limits), bound=False)
+    short = given.pages.request_tokens <= room
+    assert plan.sizes.device == limits[Tier.DEVICE]
+    assert plan.predicted.hit_rate * given.pages.total_tokens <= given.pages.prompt_tokens[short].sum()
+    (line,) = [line for line in notes(plan, "*") if "cannot run: raise" in line.replace("\n", " ")]
+    assert line.startswith(f"{int((~short).sum())} requests (")
+
+
+@pytest.mark.parametrize("disk", ["none", "16GiB"])
+def test_a_replay_hits_no_more_than_a_cache_without_limit(disk: str) -> None:
+    budget = f"device=4GiB,host=4GiB,disk={disk}"
+    result = CliRunner().invoke(app, ["plan", CHATS, "--model", "Qwen/Qwen3-0.6B", "--budget", budget, "--json"])
+    found = json.loads(result.stdout)
+    replayed = found["suggested"]["replayed"]
+    assert 0 < replayed["hit_rate"] <= found["trace"]["reachable_hit_rate"] + 1e-9
+    assert replayed["skipped_requests"] == 0
 
 
 def test_a_limit_that_brings_nothing_is_not_suggested(given: PlanInput) -> None:

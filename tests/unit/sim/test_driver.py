@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rich.console import Console
 
 from hicache.errors import CapacityError, IntegrityError, TransferError
 from hicache.layout import KVLayout
@@ -16,6 +19,7 @@ from hicache.sim.driver import Replay
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
+from hicache.sim.report import to_json, to_table
 from hicache.sim.result import ReplayResult
 from hicache.sim.workload import BlockPrompt, TokenPrompt, TraceRequest
 from hicache.streams.base import Event, Stream
@@ -481,12 +485,24 @@ def test_a_request_that_can_never_fit_is_skipped_with_a_line() -> None:
     result = replay(FakeCache(5), trace)
     assert result.requests == 2
     (line,) = result.skipped
-    assert line.startswith("request r0 takes 30 tokens and the device tier has room for 20")
+    assert str(line).startswith("request r0 takes 30 tokens and the device tier has room for 20")
 
 
 def test_only_requests_that_cannot_fit_is_no_hang() -> None:
     result = replay(FakeCache(2), prompt_only(3, 30))
     assert (result.requests, len(result.skipped)) == (0, 3)
+
+
+def test_skipped_requests_are_misses() -> None:
+    """Else a device tier on which only the short requests run would seem the better one."""
+    trace = [*prompt_only(1, 30), *prompt_only(1, 10), *prompt_only(1, 10)]
+    result = replay(FakeCache(5), trace)
+    hits = sum(result.hit_tokens.values())
+    assert result.skipped_tokens == 30 and result.hit_rate == hits / 50
+    assert to_json(result)["skipped_tokens"] == 30
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(to_table(result, verified=False))
+    assert re.search(r"of requests too long to run +30 +60.0%", console.export_text())
 
 
 def test_a_standstill_is_an_error_not_a_hang() -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from hicache.sim.report import bytes_moved, to_json, to_table
 from hicache.sim.result import ReplayResult
+from hicache.sim.waiting import Skipped
 
 RESULT = ReplayResult(
     requests=20,
@@ -18,7 +19,7 @@ RESULT = ReplayResult(
     recomputed_tokens=32,
     retractions=2,
     failed_loads=1,
-    skipped=("request 7 takes too many tokens",),
+    skipped=(Skipped("7", 250, 260, 200),),
     demoted_pages={"device_host": 12, "host_storage": 3},
     dropped_pages={"host_full": 4},
     moved_bytes={"device_host": 3 * 2**20},
@@ -56,11 +57,12 @@ def test_json_has_the_documented_keys_and_plain_values() -> None:
 def test_the_table_shows_tiers_edges_reasons_and_the_verdict() -> None:
     text = show(RESULT)
     for expected in (
-        "hit on device", "50.0%", "hit on storage", "5.0%", "computed", "pages demoted: device to host", "12",
+        "hit on device", "40.0%", "hit on storage", "4.0%", "computed", "too long to run", "1,250",
+        "pages demoted: device to host", "12",
         "pages dropped: host_full", "bytes moved: device to host", "3.0 MiB", "20 requests in 2.0 s, 500 prompt",
         "2 retracted", "1 failed loads", "32 tokens recomputed", "1 skipped",
         "failures: store_disk_full", "stores to storage: off",
-        "wrong pages = 0 of 90 checked", "request 7 takes too many tokens",
+        "wrong pages = 0 of 90 checked", "request 7 takes 260 tokens",
     ):  # fmt: skip
         assert expected in text
     assert "loads from storage" not in text
