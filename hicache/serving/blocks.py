@@ -7,8 +7,9 @@ Matrix products give other last bits for other shapes, so every shape has to fol
     computed    one block of EXACT_BLOCK rows at a time, aligned to its size
 
 A block is always computed as a whole: rows that are not asked for are padding, keys after the last known one are
-zero and masked. So a token gives the same bits in a long prefill, in a short chunk, in decoding, beside any other
-requests, and over KV restored from any tier. It costs up to EXACT_BLOCK times the arithmetic of plain decoding.
+zero and masked. On a CPU one thread computes it (`devices.threads_of`). So a token gives the same bits in a long
+prefill, in a short chunk, in decoding, beside any other requests, and over KV restored from any tier. It costs up to
+EXACT_BLOCK times the arithmetic of plain decoding.
 
 Fast mode: all rows of a step in one matrix product. Last bits depend on what else is in the step.
 """
@@ -25,7 +26,7 @@ from hicache.errors import ProtocolError
 from hicache.serving.attention import Span
 
 EXACT_BLOCK = 16
-"""Rows of a block in exact mode. At least 2: torch divides attention of a single row by the number of threads."""
+"""Rows of a block in exact mode."""
 
 Mode = Literal["exact", "fast"]
 

@@ -16,7 +16,7 @@ from hicache.device_pool import DevicePool
 from hicache.errors import ConfigError, ProtocolError
 from hicache.serving.attention import Attention
 from hicache.serving.blocks import Chunk, Mode, Piece, divide
-from hicache.serving.devices import attention_for, upload
+from hicache.serving.devices import attention_for, threads_of, upload
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.rope import angles, inverse_frequencies, rotate
 from hicache.serving.tensors import Tensors, check_tensors
@@ -61,13 +61,14 @@ class Transformer:
         """
         self._check(chunks, pool)
         groups = divide(upload(chunks, self.device), self.mode)
-        states = [self._embed(group) for group in groups]
-        for layer in range(self.geometry.layers):
-            projected = [self._project(f"layers.{layer}.", state) for state in states]
-            wait_layer(layer)
-            for group, state, heads in zip(groups, states, projected):
-                self._layer(layer, group, state, heads, pool)
-        return self._logits(groups, states)
+        with threads_of(self.mode, self.device):
+            states = [self._embed(group) for group in groups]
+            for layer in range(self.geometry.layers):
+                projected = [self._project(f"layers.{layer}.", state) for state in states]
+                wait_layer(layer)
+                for group, state, heads in zip(groups, states, projected, strict=True):
+                    self._layer(layer, group, state, heads, pool)
+            return self._logits(groups, states)
 
     def _check(self, chunks: Sequence[Chunk], pool: DevicePool) -> None:
         if pool.layout != self.geometry.layout(pool.layout.page_size):

@@ -123,7 +123,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_names_of_devices(card: str) -> None:
     assert devices.device_name("cpu") == "cpu" and devices.device_name(card) == "cuda:0, NVIDIA H200"
-    cpu = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}/{devices.cpu_bits()}"
     assert backend_name("exact") == f"torch-sdpa/exact16/{cpu}"
     assert backend_name("fast", card) == f"torch-sdpa/fast/{torch.__version__}/cuda13.0/NVIDIA H200/sm_90/highest"
 

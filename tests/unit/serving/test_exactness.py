@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_models import GEOMETRIES, LLAMA, PAGE, STORIES, run, scattered_table, tokens_of
+from torch.nn.functional import linear
 
 from hicache.device_pool import DevicePool
+from hicache.errors import TransferError
+from hicache.serving import devices
+from hicache.serving.attention import Span, torch_sdpa
 from hicache.serving.blocks import Chunk
+from hicache.serving.devices import arithmetic, cpu_bits
 from hicache.serving.geometry import ModelGeometry
 from hicache.serving.model import Transformer
 from hicache.serving.weights import load_model
@@ -120,9 +129,83 @@ def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     model = model_of(name)
     tokens = tokens_of(LENGTH, model.geometry.vocab)
     expected, kv = reference(model, tokens)
+    for threads in (2, 3, 4):
+        torch.set_num_threads(threads)
+        logits, threaded = reference(model, tokens)
+        assert torch.equal(logits, expected) and torch.equal(threaded, kv), threads
+
+
+def test_a_step_is_computed_by_one_thread_whatever_the_process_has() -> None:
+    """More would divide the sums of a product, on some CPUs. The process gets its number back, after an error too."""
+    seen = []
+
+    def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        if len(seen) > LLAMA.layers:
+            raise TransferError("lost")
+        return torch_sdpa(query, keys, values, span)
+
     torch.set_num_threads(3)
-    logits, threaded = reference(model, tokens)
-    assert torch.equal(logits, expected) and torch.equal(threaded, kv)
+    tokens, table, pool = tokens_of(PAGE, LLAMA.vocab), torch.arange(PAGE), DevicePool(LLAMA.layout(PAGE), 1)
+    exact, fast = (Transformer(LLAMA, random_tensors(LLAMA, 5), mode, attention) for mode in ("exact", "fast"))
+    exact.forward([Chunk(tokens, table)], pool)
+    assert set(seen) == {1} and torch.get_num_threads() == 3
+    with pytest.raises(TransferError):
+        exact.forward([Chunk(tokens, table)], pool)
+    assert torch.get_num_threads() == 3
+    seen.clear()
+    fast.forward([Chunk(tokens, table)], pool)
+    assert set(seen) == {3}
+
+
+@pytest.mark.parametrize("level", ["", "low", "high"])
+def test_no_choice_of_kernels_makes_bits_depend_on_threads(level: str) -> None:
+    """In a process of its own, as libraries read these once. oneDNN and MKL ignore a level that this CPU lacks; torch
+    takes its highest by itself, and does not check what it is told."""
+    chosen = {
+        "": {},
+        "low": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+        "high": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512_E4"},
+    }[level]
+    environment = {**os.environ, **chosen, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", DIGESTS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.split())) == 1 and len(done.stdout.split()) == 4
+
+
+DIGESTS = """
+import torch
+from hashlib import sha256
+from dataclasses import replace
+from serving_models import LLAMA, PAGE, run, tokens_of
+from hicache.device_pool import DevicePool
+from hicache.serving.model import Transformer
+from hicache.serving.weights_random import random_tensors
+wide = replace(LLAMA, layers=1, hidden=192, heads=6, kv_heads=2, head_dim=32, ffn=768)  # down: K = 768 > N = 192
+for threads in (1, 2, 3, 4):
+    torch.set_num_threads(threads)
+    found = sha256()
+    for geometry in (wide, replace(wide, dtype="bfloat16")):
+        model = Transformer(geometry, random_tensors(geometry, 5))
+        pool, tokens = DevicePool(geometry.layout(PAGE), 20), tokens_of(300, geometry.vocab)
+        logits = run(model, pool, tokens, torch.arange(300), [100, 100, 100])
+        found.update(logits.numpy().tobytes())
+        found.update(pool.k(0)[:300].float().numpy().tobytes())
+    print(found.hexdigest())
+"""
+
+
+def test_cpus_that_compute_other_bits_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that pages of one are not read on the other, where exact mode would not be exact."""
+    name = arithmetic("cpu")
+    assert name == arithmetic("cpu") and cpu_bits() in name
+    torch.set_num_threads(3)
+    cpu_bits.cache_clear()
+    assert arithmetic("cpu") == name
+    cpu_bits.cache_clear()
+    monkeypatch.setattr(devices, "linear", lambda x, weight: linear(x, weight) * (1 + 2**-7))
+    assert arithmetic("cpu") != name
+    cpu_bits.cache_clear()
 
 
 def test_fast_mode_is_near() -> None:
