@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.errors import TransferError
 from hicache.requests import Admission, Request
 from hicache.serving.metrics import RequestTimer
 from hicache.serving.outputs import FinishReason, GenerationHandle, GenerationRequest
@@ -88,12 +87,8 @@ class Generation:
 
     def load_failed(self) -> bool:
         """True if a load that this request waits for has failed."""
-        try:
-            for ticket in self.admission.loads if self.admission is not None else ():
-                ticket.query()
-        except TransferError:
-            return not self.restored
-        return False
+        loads = self.admission.loads if self.admission is not None else ()
+        return not self.restored and any(ticket.failed() for ticket in loads)
 
     def end_of(self, token: int) -> FinishReason | None:
         """Whether the answer ends with `token`, which is its last one."""

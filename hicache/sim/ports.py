@@ -17,8 +17,8 @@ class LoadTicket(Protocol):
 
     def layer_done(self, layer: int, /) -> Event: ...
 
-    def query(self) -> bool:
-        """True once all layers are there. Raises TransferError if the load failed."""
+    def failed(self) -> bool:
+        """Has a layer failed?"""
         ...
 
 

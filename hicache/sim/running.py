@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hicache.errors import IntegrityError, TransferError
+from hicache.errors import IntegrityError
 from hicache.sim.ports import Admission
 from hicache.sim.prefix_hash import Hashes, PrefixHasher
 from hicache.sim.waiting import Waiting
@@ -89,9 +89,4 @@ class Running:
 
     def load_failed(self) -> bool:
         """True if a load this request waits for has failed."""
-        try:
-            for ticket in self.admission.loads:
-                ticket.query()
-        except TransferError:
-            return True
-        return False
+        return any(ticket.failed() for ticket in self.admission.loads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hicache.errors import TransferError
 from hicache.streams.base import Event
 
 
@@ -32,6 +33,17 @@ class LoadTicket(CopyTicket):
     def __init__(self, layer_events: Sequence[Event], nbytes: int) -> None:
         super().__init__(layer_events[-1], nbytes)
         self._layer_events = layer_events
+
+    def failed(self) -> bool:
+        """Has a layer failed? Those after it fail too, but their events may say so a moment later: whoever was told by
+        the event of one layer must not look at the last one's."""
+        try:
+            for event in self._layer_events:
+                if not event.query():
+                    return False
+        except TransferError:
+            return True
+        return False
 
     def layer_done(self, layer: int) -> Event:
         """Completes once the bytes of this layer, and of all before it, are on the device."""

@@ -77,13 +77,13 @@ class EagerStream(Stream):
 
 @dataclass
 class Ticket:
-    failed: bool = False
+    fails: bool = False
 
     def layer_done(self, layer: int) -> Event:
-        return EagerEvent(self.failed and layer == 1)
+        return EagerEvent(self.fails and layer == 1)
 
-    def query(self) -> bool:
-        return EagerEvent(self.failed).query()
+    def failed(self) -> bool:
+        return self.fails
 
 
 @dataclass

@@ -143,6 +143,23 @@ def test_layers_before_a_failure_are_good_and_the_load_is_not(rig: Rig) -> None:
             query()
 
 
+def test_a_load_has_failed_as_soon_as_a_layer_has(rig: Rig) -> None:
+    """Who waits for a layer is told at once; the events of later layers may still be open at that moment."""
+    load = rig.engine.load_back(pages(0), pages(0))
+    assert not load.failed()
+    rig.h2d.fail_next()
+    told = False
+    while not told:
+        rig.h2d.step()
+        try:
+            load.layer_done(0).query()
+        except TransferError:
+            told = True
+    assert not load.layer_done(2).query() and load.failed()
+    drain(rig.h2d)
+    assert load.failed()
+
+
 @pytest.mark.parametrize(
     "device, host, message", [([0, 6], [0, 1], "device page outside"), ([0, 1], [0, -1], "host page outside")]
 )
