@@ -12,6 +12,7 @@ HiCacheError
 ├── TransferError          a copy on a stream failed; its destination pages hold nothing usable
 └── StorageError           a storage backend failed
     ├── StoreCorruptError      index or data cannot be trusted
+    ├── StoreReplacedError     files were removed or replaced while they were open
     └── StoreUnavailableError  disk full, read-only, closed, gone
 """
 
@@ -72,6 +73,12 @@ class StoreCorruptError(StorageError):
     """The store's index or data cannot be trusted."""
 
     default_reason = "corrupt"
+
+
+class StoreReplacedError(StorageError):
+    """Files of the store were removed or replaced while it was open: what was opened is not what lies at the path."""
+
+    default_reason = "folder_replaced"
 
 
 class StoreUnavailableError(StorageError):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +17,7 @@ from typing import Literal, TypeAlias, cast
 import lmdb
 
 from hicache.errors import StoreCorruptError, StoreUnavailableError
+from hicache.storage_backends.filesystem import FILE_MODE
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_schema import MAX_DATABASES, Databases
 
@@ -27,6 +31,8 @@ always: nothing that was acknowledged.
 """
 
 MAX_READERS = 512
+
+log = logging.getLogger(__name__)
 
 _LEAST_FREE = 1 << 20
 """A file system with fewer bytes free is full."""
@@ -94,6 +100,11 @@ def _reason(error: Exception) -> str:
     return next((word for code, word in _REASONS.items() if os.strerror(code) in str(error)), "unavailable")
 
 
+def _byte_lock(kind: int) -> bytes:
+    """struct flock of a 64-bit Linux: the first byte of a file; LMDB locks nothing of its data file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0)
+
+
 def _is_io_error(error: Exception) -> bool:
     return os.strerror(errno.EIO) in str(error)
 
@@ -103,9 +114,13 @@ class IndexEnvironment:
 
     def __init__(self, path: Path, map_bytes: int, durability: Durability) -> None:
         self.map_bytes = map_bytes
+        self._name = f"store {path}"
+        self._writer = threading.Lock()
+        self._namesake_noted = False
         self.env = lmdb.open(
             str(path),
             map_size=map_bytes,
+            mode=FILE_MODE,
             max_dbs=MAX_DATABASES,
             max_readers=MAX_READERS,
             sync=durability != "none",
@@ -129,20 +144,66 @@ class IndexEnvironment:
     def join_databases(self) -> None:
         """As `open_databases` where all is there already."""
         # Each waits for a writer: handles opened in a read transaction end with it.
+        with self._turn():
+            self._open_all()
+
+    def _open_all(self) -> None:
         self.databases = Databases(*(self.env.open_db(name.encode(), create=False) for name in Databases._fields))
 
     @contextmanager
     def view(self, buffers: bool = False) -> Iterator[IndexView]:
         """A snapshot. With `buffers`, values are memoryviews of the map, valid until its end."""
-        with self._begin_read(buffers) as txn:
+        self._check_size()
+        with self.snapshot(buffers) as txn:
             yield IndexView(txn, self.databases)
+
+    @contextmanager
+    def snapshot(self, buffers: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
+        """A transaction that reads. Not within another of the same thread."""
+        try:
+            txn = self._begin_read(buffers)
+        except lmdb.Error as error:
+            if os.strerror(errno.EAGAIN) not in str(error):
+                raise
+        else:
+            with txn:
+                yield txn
+            return
+        self._note_namesake()
+        with self._turn():
+            begin = cast("Callable[[], lmdb.Transaction[bytes]]", partial(self.env.begin, write=True, buffers=buffers))
+            with begin() as txn:
+                yield txn
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Only one writer of all processes is within: LMDB's own lock has one waiter at most, from any of them.
+
+        LMDB's lock knows its owner by a thread id, and so does the kernel when a process dies that waits for it:
+        in two containers that may be the same number. An open file description is nobody else's.
+        """
+        with self._writer:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, _byte_lock(fcntl.F_WRLCK))
+            try:
+                yield
+            finally:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _byte_lock(fcntl.F_UNLCK))
+
+    def _note_namesake(self) -> None:
+        """LMDB's table of readers knows a process by its id alone, and refuses a second of that id."""
+        if not self._namesake_noted:
+            self._namesake_noted = True
+            log.info(
+                "%s is open in another container whose process has the id %d, too: reads here take turns with writes",
+                self._name, os.getpid(),
+            )  # fmt: skip
 
     @contextmanager
     def writer(self, now_us: int) -> Iterator[IndexWriter]:
         """Commits at the end; an exception leaves the index as it was. Waits for writers of other processes."""
         self._check_size()
         try:
-            with self.env.begin(write=True) as txn:
+            with self._turn(), self.env.begin(write=True) as txn:
                 index = IndexWriter(txn, self.databases, now_us)
                 yield index
                 index.save()
@@ -207,10 +268,10 @@ class IndexEnvironment:
 
     def abandon(self) -> None:
         """Let go of the environment in a forked child: to close it there would end the parent's transactions."""
+        os.close(self._file)  # a copy would keep the writer's turn when the parent is gone
         del self.env, self.databases
 
     def _begin_read(self, buffers: bool) -> lmdb.Transaction[bytes]:
-        self._check_size()
         begin = cast("Callable[[], lmdb.Transaction[bytes]]", partial(self.env.begin, buffers=buffers))
         try:
             return begin()

@@ -6,17 +6,14 @@ used, and takes up what an earlier process left. Then it shares it with whoever 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
-from hicache.storage_backends.filesystem import check_local
+from hicache.storage_backends.filesystem import access_problem, check_local
 from hicache.storage_backends.lmdb_damage import (
     MARK_FILE,
     MAX_WALKED_BYTES,
@@ -26,14 +23,11 @@ from hicache.storage_backends.lmdb_damage import (
     walk_index,
 )
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability
+from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE, FolderLocks
 from hicache.storage_backends.lmdb_rewrite import REWRITTEN, discard_rewritten
 
-LOCK_FILE = "lock"
 SESSION_FILE = "session"
 SLAB_FILE = "slab"
-
-JOIN_SECONDS = 30.0
-"""How long a process that joins waits for one that looks the store over."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,8 +38,14 @@ class StoreFolder:
     def __init__(self, path: Path) -> None:
         """Create the folder if need be. Raises ConfigError if it cannot be used."""
         self.path = path.resolve()  # a symlink stays where it is when a store is set aside
-        check_local(self.path)
-        self._lock = _open_lock(self.path)
+        try:
+            check_local(self.path)
+            problem = access_problem(self.path, is_own) if self.path.exists() else None
+        except PermissionError as error:
+            problem = f"user {os.geteuid()} may not look there ({error.filename})"
+        if problem:
+            raise ConfigError(f"storage path {self.path}: {problem}")
+        self._locks = FolderLocks(self.path)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -55,35 +55,21 @@ class StoreFolder:
 
     def try_alone(self) -> bool:
         """True if nobody else has the store open: nobody gets it until `share`."""
-        self._renew()
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        self._locks.renew()
+        return self._locks.try_alone()
 
     def share(self) -> None:
         """Open the store to others, or wait until it is open to us. Raises StoreUnavailableError."""
-        until = time.monotonic() + JOIN_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise StoreUnavailableError(
-                        f"the store in {self.path} is being repaired or compacted by another process: wait for it",
-                        "busy",
-                    ) from None
-            time.sleep(0.01)
+        self._locks.share()
 
     @property
     def replaced(self) -> bool:
         """True if the folder was set aside before we shared it."""
-        try:
-            return os.stat(self.path / LOCK_FILE).st_ino != os.fstat(self._lock).st_ino
-        except OSError:
-            return True
+        return self._locks.replaced
+
+    def check_in_place(self) -> None:
+        """Raises StoreReplacedError if the files that we share are not at the path any more; see `FolderLocks`."""
+        self._locks.check()
 
     def check(self) -> None:
         """Is what lies here whole? To be called alone.
@@ -112,7 +98,6 @@ class StoreFolder:
                 "corrupt",
             )
         set_aside(self.path, reason)
-        self._renew()
         if not self.try_alone():
             raise StoreUnavailableError(f"the store in {self.path} was opened while it was begun anew", "busy")
 
@@ -124,13 +109,15 @@ class StoreFolder:
     def end_session(self) -> None:
         """Everything has been made durable. Notes that, unless others have the store open or the folder is gone."""
         with suppress(OSError):  # the note of a session that is under way stays: at worst the store is set aside
-            if not self.replaced:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._locks.in_place and self._locks.try_alone():
                 (self.path / SESSION_FILE).write_text(json.dumps({"clean": True}))
 
     def release(self) -> None:
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing alone would leave it to children forked meanwhile
-        os.close(self._lock)
+        self._locks.release()
+
+    def abandon(self) -> None:
+        """To be called in a forked child."""
+        self._locks.abandon()
 
     def _check_empty(self) -> None:
         if stranger := self._stranger():
@@ -138,7 +125,7 @@ class StoreFolder:
 
     def _stranger(self) -> str | None:
         """A file that is not of a store: a damaged store is set aside with its folder, which must not take it along."""
-        return min((name for name in os.listdir(self.path) if not _is_own(name)), default=None)
+        return min((name for name in os.listdir(self.path) if not is_own(name)), default=None)
 
     def _check_session(self) -> None:
         """Without syncs, an index that the power was taken from is not to be believed."""
@@ -150,15 +137,10 @@ class StoreFolder:
         if lost:
             raise StoreCorruptError("the machine went down while it was open with durability: none")
 
-    def _renew(self) -> None:
-        """Lock the folder that is there now."""
-        if self.replaced:
-            os.close(self._lock)
-            self._lock = _open_lock(self.path)
 
-
-def _is_own(name: str) -> bool:
-    files = (DATA_FILE, "lock.mdb", LOCK_FILE, SESSION_FILE, MARK_FILE, REWRITTEN, "lost+found")
+def is_own(name: str) -> bool:
+    """Is this the name of a file of a store?"""
+    files = (DATA_FILE, READERS_FILE, LOCK_FILE, SESSION_FILE, MARK_FILE, REWRITTEN, "lost+found")
     return name in files or name == SLAB_FILE or is_slab(name)  # "slab": of the first format
 
 
@@ -176,13 +158,3 @@ def _boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
-
-
-def _open_lock(path: Path) -> int:
-    try:
-        path.mkdir(exist_ok=True)
-        return os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise StoreUnavailableError(f"storage path {path}: {error.strerror}", "disk_full") from error
-        raise ConfigError(f"storage path {path}: {error.strerror}; give a folder that can be written") from error

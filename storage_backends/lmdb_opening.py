@@ -148,7 +148,7 @@ def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock:
         map_bytes = plan.split(used_data_bytes(folder.path)).map_bytes
         env = IndexEnvironment(folder.path, map_bytes, durability)
         try:
-            check_label(env.env, folder.path, plan.values)
+            label_of(env, folder.path, plan.values)
             env.open_databases({_STORE: json.dumps(_label(plan.values)).encode()})
             store = Store(folder, env, plan, durability, clock)
             folder.begin_session(durability)
@@ -172,7 +172,7 @@ def _make_fit(folder: StoreFolder, plan: BudgetPlan) -> None:
     path = folder.path
     env = IndexEnvironment(path, used_data_bytes(path) + SHRINKING_BYTES, "batch")
     try:
-        if check_label(env.env, path, plan.values) is None:
+        if label_of(env, path, plan.values) is None:
             return
         env.open_databases({})
         store = Store(folder, env, plan, "batch", time.time)
@@ -188,7 +188,7 @@ def _join(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: 
     with storage_errors(f"store {folder.path}"):
         env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, durability)
         try:
-            check_label(env.env, folder.path, plan.values)
+            label_of(env, folder.path, plan.values)
             env.join_databases()
             store = Store(folder, env, plan, durability, clock)
             if durability == "none":
@@ -218,7 +218,7 @@ def with_own_budget(folder: StoreFolder, durability: Durability) -> Store:
     """A store over the files as they are, nothing of which is taken up. Raises ConfigError if it was not begun."""
     env = IndexEnvironment(folder.path, os.stat(folder.path / DATA_FILE).st_size, durability)
     try:
-        values = check_label(env.env, folder.path, None)
+        values = label_of(env, folder.path, None)
         if values is None:
             raise ConfigError(f"{folder.path} holds no store yet")
         env.join_databases()
@@ -245,20 +245,27 @@ def _label(values: ValuesMode) -> dict[str, object]:
     return {"format": STORE_FORMAT, "values": values}
 
 
-def check_label(env: lmdb.Environment, path: Path, values: ValuesMode | None) -> ValuesMode | None:
+def label_of(env: IndexEnvironment, path: Path, values: ValuesMode | None) -> ValuesMode | None:
+    """As `check_label`."""
+    with env.snapshot() as txn:
+        return check_label(env.env, txn, path, values)
+
+
+def check_label(
+    env: lmdb.Environment, txn: lmdb.Transaction[bytes], path: Path, values: ValuesMode | None
+) -> ValuesMode | None:
     """How the store keeps its values; None if there is no store yet. Writes nothing.
 
     Raises StoreIdentityError if it is another program's database or keeps values in another way than
     `values`, StoreCorruptError if it has another format: it is set aside.
     """
-    with env.begin() as txn:
-        if not txn.stat()["entries"]:
-            return None
-        try:
-            meta = env.open_db(_META, txn=txn, create=False)
-            raw, old = txn.get(_STORE, db=meta), txn.get(b"identity", db=meta)
-        except lmdb.Error as error:
-            raise StoreIdentityError(f"{path} holds the LMDB database of another program; use another path") from error
+    if not txn.stat()["entries"]:
+        return None
+    try:
+        meta = env.open_db(_META, txn=txn, create=False)
+        raw, old = txn.get(_STORE, db=meta), txn.get(b"identity", db=meta)
+    except lmdb.Error as error:
+        raise StoreIdentityError(f"{path} holds the LMDB database of another program; use another path") from error
     found = read_label(raw, "label") if raw is not None or old is None else {"format": 1}
     if found.get("format") != STORE_FORMAT:
         raise StoreCorruptError(f"its format is {found.get('format')!r}, this version reads {STORE_FORMAT}", "format")

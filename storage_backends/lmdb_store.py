@@ -140,7 +140,7 @@ class Store:
     @property
     def used_bytes(self) -> int:
         """Bytes on disk, as the file system counts them."""
-        return self._env.data_bytes + self._values.allocated_bytes
+        return self._index.read(lambda: self._env.data_bytes + self._values.allocated_bytes)
 
     # ---- writing ------------------------------------------------------------------------------
 
@@ -252,6 +252,7 @@ class Store:
     def abandon(self) -> None:
         """To be called in a forked child, which must not even close what it has inherited."""
         self._env.abandon()
+        self.folder.abandon()
 
     def _finish(self) -> None:
         clean = True

@@ -58,6 +58,7 @@ class Transactions:
         while True:
             try:
                 with self._errors(), self.gate.reading():
+                    self._folder.check_in_place()
                     return action()
             except lmdb.MapResizedError:
                 with self.writing():
@@ -71,7 +72,9 @@ class Transactions:
     @contextmanager
     def writing(self) -> Iterator[None]:
         with self._errors(), self.gate.writing():
+            self._folder.check_in_place()
             yield
+            self._folder.check_in_place()  # what went to files that are gone is not acknowledged
 
     def look(self, action: Callable[[IndexView], T]) -> T:
         while True:

@@ -268,7 +268,9 @@ class SlabValues(PageValues):
         with self._opening:
             if slot_bytes not in self._slabs:
                 self._slabs[slot_bytes] = SlabFile(self.path_of(slot_bytes), slot_bytes)
-            return self._slabs[slot_bytes]
+            slab = self._slabs[slot_bytes]
+        slab.check_in_place()
+        return slab
 
     def _allocate(self, index: IndexWriter, slot_bytes: int, count: int) -> list[int]:
         free, _ = _extents(index, slot_bytes)

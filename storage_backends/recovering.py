@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from hicache.errors import BadInput, StoreCorruptError, StoreUnavailableError
+from hicache.errors import BadInput, StoreCorruptError, StoreReplacedError, StoreUnavailableError
 from hicache.hashing import Field
 from hicache.storage_backends.base import Neighbour, PageRun, StorageBackend, StorageUsage
 
@@ -27,10 +27,11 @@ class _Opened:
 
 
 class RecoveringBackend(StorageBackend):
-    """Opens the backend that `open_backend` makes at the first call, and again after a StoreCorruptError.
+    """Opens the backend that `open_backend` makes at the first call, and again after a StoreCorruptError
+    or a StoreReplacedError.
 
-    What is damaged is given up at once and closed when the last call in it has returned; opening it anew is
-    expected to set the damage aside. A call raises StoreUnavailableError while there is nothing to call.
+    What is damaged, or not at its path any more, is given up, and closed when the last call in it has returned.
+    Opening it anew is expected to set damage aside. A call raises StoreUnavailableError while there is nothing to call.
 
     `generation` counts how often the backend was given up in its upper bits, so that runs made before that
     are too late for what is opened afterwards.
@@ -111,8 +112,9 @@ class RecoveringBackend(StorageBackend):
         damaged = False
         try:
             yield opened.backend, epoch
-        except StoreCorruptError:
+        except (StoreCorruptError, StoreReplacedError) as error:
             damaged = True
+            log.error("storage is given up, and opened again by the next call: %s", error)
             raise
         finally:
             self._leave(opened, damaged)

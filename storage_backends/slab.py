@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hicache.errors import StoreUnavailableError
+from hicache.errors import StoreReplacedError, StoreUnavailableError
+from hicache.storage_backends.filesystem import FILE_MODE
 
 IOV_MAX = 1024
 
@@ -32,14 +34,29 @@ class SlabFile:
         self._stride = slot_bytes
         self._padding = memoryview(bytearray(slot_bytes))
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._buffered = os.open(path, flags, 0o644)
+        self._buffered = os.open(path, flags, FILE_MODE)
+        fcntl.flock(self._buffered, fcntl.LOCK_SH | fcntl.LOCK_NB)  # systemd's cleaner of /tmp leaves it alone then
         try:
-            self._direct: int | None = os.open(path, flags | os.O_DIRECT, 0o644)
+            self._direct: int | None = os.open(path, flags | os.O_DIRECT, FILE_MODE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 os.close(self._buffered)
                 raise
             self._direct = None  # the file system has no O_DIRECT
+
+    def check_in_place(self) -> None:
+        """Raises StoreReplacedError if another file, or none, lies at the path by now."""
+        try:
+            found: os.stat_result | None = os.stat(self.path)
+        except FileNotFoundError:
+            found = None
+        if found is None or not os.path.samestat(found, os.fstat(self._buffered)):
+            verb = "removed" if found is None else "replaced"
+            raise StoreReplacedError(
+                f"the file {self.path} was {verb} while the store was open: its pages are lost, the store is opened "
+                "again without them; find out who does that",
+                f"slab_{verb}",
+            )
 
     @property
     def allocated_bytes(self) -> int:

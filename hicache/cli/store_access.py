@@ -46,7 +46,7 @@ def holds_store(path: Path) -> bool:
     """Is there a store, whole or not? Raises StoreIdentityError if it is another program's database."""
     from hicache.storage_backends.lmdb_damage import used_data_bytes
     from hicache.storage_backends.lmdb_env import DATA_FILE
-    from hicache.storage_backends.lmdb_open import LOCK_FILE
+    from hicache.storage_backends.lmdb_locks import LOCK_FILE
 
     if not (path / DATA_FILE).exists() or not used_data_bytes(path):
         return False
@@ -82,5 +82,5 @@ def _check_label(path: Path) -> None:
     from hicache.storage_backends.lmdb_opening import check_label
     from hicache.storage_backends.lmdb_schema import MAX_DATABASES
 
-    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=MAX_DATABASES) as env:
-        check_label(env, path, None)
+    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=MAX_DATABASES) as env, env.begin() as txn:
+        check_label(env, txn, path, None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -48,6 +49,7 @@ from hicache.storage_backends.lmdb_audit import audit
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import DATA_FILE, IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
+from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE
 from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.storage_backends.wrappers import SlowBackend
 from hicache.streams import create_stream
@@ -375,6 +377,64 @@ def flipped_pages(scene: Scene, until: ExitStack) -> None:
         for start in range(0, os.fstat(file.fileno()).st_size, LAYOUT.page_stride):
             byte = os.pread(file.fileno(), 1, start + start // 5 % LAYOUT.page_bytes)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), start + start // 5 % LAYOUT.page_bytes)
+
+
+# Files that go, or are replaced, while the store is open. A race with a call in its middle is part of it: what the
+# call meets first is what it names.
+
+
+UNDERNEATH = {
+    "counted": tuple(
+        f"{kind}_{what}_{verb}"
+        for kind in ("load", "store")
+        for what in ("folder", "index", "lock", "slab")
+        for verb in ("removed", "replaced")
+    )
+}
+
+
+@fault(**UNDERNEATH)
+def removed_folder(scene: Scene, until: ExitStack) -> None:
+    shutil.rmtree(scene.path, ignore_errors=True)  # the store may begin again meanwhile
+
+
+@fault(**UNDERNEATH)
+def moved_folder(scene: Scene, until: ExitStack) -> None:
+    scene.path.rename(scene.path.with_name("moved"))
+
+
+@fault(**UNDERNEATH)
+def replaced_folder(scene: Scene, until: ExitStack) -> None:
+    scene.path.rename(scene.path.with_name("moved"))
+    scene.path.mkdir(exist_ok=True)
+
+
+@fault(**UNDERNEATH)
+def emptied_folder(scene: Scene, until: ExitStack) -> None:
+    for file in scene.path.iterdir():
+        file.unlink(missing_ok=True)
+
+
+@fault(**UNDERNEATH)
+def removed_index(scene: Scene, until: ExitStack) -> None:
+    (scene.path / DATA_FILE).unlink()
+
+
+@fault(**UNDERNEATH)
+def removed_slab(scene: Scene, until: ExitStack) -> None:
+    next(scene.path.glob("slab-*")).unlink()
+
+
+@fault(**UNDERNEATH)
+def removed_lock_files(scene: Scene, until: ExitStack) -> None:
+    for name in (LOCK_FILE, READERS_FILE):
+        (scene.path / name).unlink()
+
+
+@fault()
+def removed_lock_file(scene: Scene, until: ExitStack) -> None:
+    """The store is as it was, and nobody can have it alone."""
+    (scene.path / LOCK_FILE).unlink()
 
 
 # Damage at rest.

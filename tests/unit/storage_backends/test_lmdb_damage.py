@@ -21,7 +21,8 @@ from hicache.storage_backends.budget import ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_damage import MARK_FILE, used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_open import LOCK_FILE, SESSION_FILE, SLAB_FILE
+from hicache.storage_backends.lmdb_locks import LOCK_FILE
+from hicache.storage_backends.lmdb_open import SESSION_FILE, SLAB_FILE
 from hicache.storage_backends.lmdb_schema import MAX_DATABASES, Databases
 from hicache.testing.audit import audit
 from hicache.testing.processes import exit_code, forked

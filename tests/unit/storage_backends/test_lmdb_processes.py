@@ -16,7 +16,7 @@ import pytest
 
 from hicache.errors import StorageError, StoreIdentityError, StoreUnavailableError
 from hicache.hashing import StoreIdentity
-from hicache.storage_backends import budget, lmdb_env, lmdb_open, lmdb_store, lmdb_transactions
+from hicache.storage_backends import budget, lmdb_env, lmdb_locks, lmdb_store, lmdb_transactions
 from hicache.storage_backends.base import PageRun
 from hicache.storage_backends.budget import BudgetPlan, ValuesMode
 from hicache.storage_backends.lmdb_backend import LmdbBackend
@@ -372,10 +372,10 @@ def test_a_child_that_lives_on_does_not_keep_the_folder(path: Path) -> None:
 def test_who_finds_the_folder_taken_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process repairs the store: not for ever, and it is opened as soon as that is done."""
     path.mkdir()
-    (path / lmdb_open.LOCK_FILE).touch()
+    (path / lmdb_locks.LOCK_FILE).touch()
 
     def repair(pipe: Any) -> None:
-        with open(path / lmdb_open.LOCK_FILE) as file:
+        with open(path / lmdb_locks.LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             pipe.send("repairing")
             pipe.recv()
@@ -383,7 +383,7 @@ def test_who_finds_the_folder_taken_waits(path: Path, monkeypatch: pytest.Monkey
     with forked(repair) as process:
         process.receive()
         with monkeypatch.context() as patch, pytest.raises(StoreUnavailableError) as raised:
-            patch.setattr(lmdb_open, "JOIN_SECONDS", 0.02)
+            patch.setattr(lmdb_locks, "JOIN_SECONDS", 0.02)
             open_store(path)
         assert raised.value.reason == "busy"
         process.send("enough")

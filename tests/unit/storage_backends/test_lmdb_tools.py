@@ -443,7 +443,7 @@ def test_compact_is_refused_beside_an_engine(path: Path) -> None:
 def test_an_engine_waits_for_a_compaction(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(path)
     scatter(path)
-    monkeypatch.setattr("hicache.storage_backends.lmdb_open.JOIN_SECONDS", 0.05)
+    monkeypatch.setattr("hicache.storage_backends.lmdb_locks.JOIN_SECONDS", 0.05)
 
     def open_engine(done: int, total: int) -> None:
         with pytest.raises(StoreUnavailableError, match="compacted by another process"):
