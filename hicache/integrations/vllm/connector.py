@@ -154,7 +154,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All ranks are there: how many pages they have, and whose disk pages are theirs."""
-        assert self._settings is not None
+        if self._settings is None:  # the model is not supported: the engine serves without lower tiers
+            return
         self._hellos = [hello for hello in metadata.values() if isinstance(hello, Hello)]
         kv_events = self._config.kv_events_config
         enabled = kv_events is not None and kv_events.enable_kv_cache_events

@@ -9,9 +9,11 @@ The model, the page size and the device tier are the engine's and must not be in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from hicache.config import CacheConfig
 from hicache.config.document import Document, KeyPath, Problem, read_document
@@ -56,6 +58,10 @@ class EngineFacts:
         return self.plane_bytes // self.block_size
 
 
+_ANY_ENGINE = EngineFacts("any", None, "unknown", "unknown", 1, layers=1, plane_bytes=1, num_blocks=1, device="cpu")
+"""Blocks of one byte: every size of a tier has room for some."""
+
+
 class _TiersDocument(Document):
     """A document whose first tier, the device, is not written in its file."""
 
@@ -73,6 +79,31 @@ def config_file(extra: Mapping[str, object]) -> Path:
     if not isinstance(extra.get("config"), str):
         raise ConfigError(f"kv_connector_extra_config: name the file of the tiers: {EXAMPLE}")
     return Path(str(extra["config"])).expanduser()
+
+
+def check_early(extra: Mapping[str, object]) -> None:
+    """Raises ConfigError for what is wrong whatever the engine is: one line on a terminal, without a traceback.
+
+    Sizes that do not fit the engine's blocks are found later, by `load_settings`.
+    """
+    try:
+        load_settings(config_file(extra), _ANY_ENGINE)
+    except ConfigError:
+        _tell_in_one_line()
+        raise
+
+
+def _tell_in_one_line() -> None:
+    """Have the interpreter print the message of a ConfigError that nobody catches, and only that."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ConfigError):
+            print(f"hicache: {error}", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def load_settings(path: Path, facts: EngineFacts) -> CacheConfig:

@@ -26,8 +26,10 @@ def second_turn(seed: int, answer: list[int]) -> list[int]:
     return prompt(seed) + answer + prompt(seed + 100, 50)
 
 
-def run_engine(steps: Sequence[Sequence[Any]], env: Mapping[str, str] | None = None, **scenario: Any) -> list[Any]:
-    """Results of the steps, see engine_process.py. Fails with the end of the engine's log."""
+def run_engine(
+    steps: Sequence[Sequence[Any]], env: Mapping[str, str] | None = None, *, logged: bool = False, **scenario: Any
+) -> list[Any]:
+    """Results of the steps, see engine_process.py, with `logged` the engine's log behind them. Fails with its end."""
     paths = f"{ROOT}{os.pathsep}{HERE}"
     done = subprocess.run(
         [sys.executable, str(HERE / "engine_process.py")],
@@ -40,4 +42,4 @@ def run_engine(steps: Sequence[Sequence[Any]], env: Mapping[str, str] | None = N
     )
     assert done.returncode == 0, done.stderr[-6000:]
     results: list[Any] = json.loads(done.stdout)
-    return results
+    return [*results, done.stderr] if logged else results

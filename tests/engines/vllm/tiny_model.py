@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 LAYERS, HIDDEN = 4, 256
 
@@ -29,6 +36,28 @@ def make_model(folder: Path) -> Path:
         initializer_range=0.08,
     )
     LlamaForCausalLM(config).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def make_windowed(folder: Path, family: str) -> Path:
+    """A model with sliding windows: "mistral" in all layers, "gemma3" in all but each fourth."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 1024,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "sliding_window": 128,
+        "initializer_range": 0.08,
+    }
+    if family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**sizes))
+    else:
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, head_dim=64, sliding_window_pattern=4))
+    model.save_pretrained(folder, safe_serialization=True)
     return folder
 
 
