@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -17,7 +18,7 @@ from hicache.cli.progress import interruptible
 from hicache.errors import ConfigError, IntegrityError
 from hicache.sim.generator import ChatWorkload, generate
 from hicache.sim.result import ReplayResult
-from hicache.sim.traces import read_trace
+from hicache.sim.traces import in_order, read_trace
 from hicache.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
@@ -32,14 +33,18 @@ CHATS = "chats"
 
 
 def load_trace(source: str, limit: int | None = None) -> list[TraceRequest]:
-    """All requests of a trace file, or of the generator for "chats" and "chats:seed=3,turns=20".
+    """The first `limit` requests of a trace file by time of arrival, or of the generator for "chats" and
+    "chats:seed=3,turns=20". Says on stderr if the file was in another order.
 
     Raises TraceError with the line that cannot be used, ConfigError for an option of the generator.
     """
     name, _, options = source.partition(":")
     if name == CHATS:
         return list(islice(generate(parse_workload(options)), limit))
-    return list(read_trace(Path(source), limit))
+    requests, late = in_order(list(read_trace(Path(source), limit)))
+    if late:
+        typer.echo(f"{source}: not in order of time ({late:,} lines are earlier than the one before): sorted", err=True)
+    return requests
 
 
 def parse_workload(text: str) -> ChatWorkload:

@@ -11,9 +11,12 @@ The format is told from the content, never from the name of the file:
 from __future__ import annotations
 
 import gzip
+import itertools
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, BinaryIO, ClassVar
@@ -35,7 +38,14 @@ MAX_REQUESTS = 2**24
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Time = Annotated[float, msgspec.Meta(ge=0)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=4e18)]
+"""In the unit of the format, or an epoch in s, ms, µs or ns: 4e18 ns is the year 2096."""
+
+EPOCH = 1e9
+"""A first timestamp from here on is an epoch: as seconds 2001-09-09, as ms 11 days after the start of a trace."""
+
+_MS_OF_EPOCH = ((1e11, 1e3), (1e14, 1.0), (1e17, 1e-3), (math.inf, 1e-6))
+"""Below which value an epoch is in s, ms, µs or ns, and its unit in ms: any date of 2001 to 2096 is below one only."""
 
 Line = tuple[int, str]
 """Line number from 1, and the line without its end."""
@@ -66,10 +76,22 @@ class TrieLine(msgspec.Struct):
     new: NotNegative
 
 
+def in_order(requests: Sequence[TraceRequest]) -> tuple[list[TraceRequest], int]:
+    """The requests by time of arrival, those of one time in their order, and how many were not in it. An epoch becomes
+    time since the first arrival."""
+    late = sum(after.arrival_ms < before.arrival_ms for before, after in itertools.pairwise(requests))
+    found = sorted(requests, key=lambda request: request.arrival_ms) if late else list(requests)
+    start = found[0].arrival_ms if found else 0.0
+    if start >= EPOCH:
+        found = [replace(request, arrival_ms=request.arrival_ms - start) for request in found]
+    return found, late
+
+
 def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     """The first `limit` requests of a trace file, in its order; only compact block ids are held.
 
-    Raises TraceError, naming file and line, at the first line that cannot be used.
+    Timestamps are in the unit of the format; a first one that is an epoch says its unit by its size. Raises TraceError,
+    naming file and line, at the first line that cannot be used.
     """
     return islice(_requests(path), limit)
 
@@ -133,10 +155,14 @@ class _Reader:
     form: ClassVar[str]
     """What a line must look like, for error messages."""
 
+    time_unit: ClassVar[float] = 1.0
+    """Of the format's timestamps, in ms."""
+
     def __init__(self, path: Path, lines: Iterator[Line]) -> None:
         self._path = path
         self._lines = lines
         self._count = 0
+        self._unit: float | None = None
         self.block_size = 0
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -155,6 +181,14 @@ class _Reader:
 
     def _parse(self, line: str) -> TraceRequest:
         raise NotImplementedError
+
+    def _arrival(self, time: float) -> float:
+        """In ms; the first timestamp of the file decides the unit of all."""
+        if self._unit is None:
+            self._unit = self.time_unit
+            if time >= EPOCH:
+                self._unit = next(unit for below, unit in _MS_OF_EPOCH if time < below)
+        return time * self._unit
 
     def _prompt(self, blocks: npt.NDArray[np.int32], length: int) -> BlockPrompt:
         whole, rest = divmod(length, self.block_size)
@@ -206,7 +240,9 @@ class _TrieReader(_Reader):
         self._check_room(self._trie.num_blocks + row.new)
         path = self._trie.path(self._trie.add(row.attach, row.new))
         session = None if row.session < 0 else str(row.session)
-        return TraceRequest(str(self._count), row.t_ms, session, self._prompt(path, row.in_tokens), row.out_tokens)
+        return TraceRequest(
+            str(self._count), self._arrival(row.t_ms), session, self._prompt(path, row.in_tokens), row.out_tokens
+        )
 
 
 class _JsonlReader(_Reader):
@@ -234,10 +270,11 @@ class _MooncakeReader(_JsonlReader):
     def _parse(self, line: str) -> TraceRequest:
         row = self._decoder.decode(line)
         prompt = self._hashed_prompt(row.hash_ids, row.input_length)
-        return TraceRequest(str(self._count), row.timestamp, None, prompt, row.output_length)
+        return TraceRequest(str(self._count), self._arrival(row.timestamp), None, prompt, row.output_length)
 
 
 class _BailianReader(_JsonlReader):
+    time_unit = 1000.0
     form = (
         '{"chat_id": N, "parent_chat_id": N, "timestamp": S, "input_length": N, "output_length": N, "hash_ids": [...]}'
     )
@@ -253,4 +290,4 @@ class _BailianReader(_JsonlReader):
         prompt = self._hashed_prompt(row.hash_ids, row.input_length)
         parent = row.parent_chat_id
         root = self._root[row.chat_id] = row.chat_id if parent < 0 else self._root.get(parent, parent)
-        return TraceRequest(str(self._count), row.timestamp * 1000, str(root), prompt, row.output_length)
+        return TraceRequest(str(self._count), self._arrival(row.timestamp), str(root), prompt, row.output_length)

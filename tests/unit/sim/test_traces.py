@@ -3,13 +3,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hicache.errors import TraceError
-from hicache.sim.traces import read_trace
+from hicache.sim.traces import in_order, read_trace
 from hicache.sim.workload import BlockPrompt, TraceRequest, private_token
 
 SHARED = Path(os.environ.get("HICACHE_SHARED", Path(__file__).parents[4] / "shared")) / "data"
@@ -91,6 +92,37 @@ def test_bailian_has_blocks_of_16_seconds_and_chats(tmp_path: Path) -> None:
     assert tokens(requests[0]) == list(range(20))
 
 
+def arrivals(path: Path) -> list[float]:
+    return [request.arrival_ms for request in in_order(list(read_trace(path)))[0]]
+
+
+def test_lines_are_put_in_order_of_time(tmp_path: Path) -> None:
+    """Two traces one behind the other, or a shuffled one; lines of one time stay in their order."""
+    times = [0, 10, 20, 10, 10, 5]
+    text = "\n".join(mooncake(timestamp=time, input_length=index + 513) for index, time in enumerate(times))
+    found, late = in_order(list(read_trace(write(tmp_path / "m.jsonl", text))))
+    assert [request.arrival_ms for request in found] == [0, 5, 10, 10, 10, 20] and late == 2
+    assert [request.prompt_len - 513 for request in found] == [0, 5, 1, 3, 4, 2]
+    assert in_order(found) == (found, 0) and in_order([]) == ([], 0)
+
+
+@pytest.mark.parametrize("line", [mooncake, bailian])
+@pytest.mark.parametrize("unit", [1.0, 1e3, 1e6, 1e9])
+def test_an_epoch_tells_its_unit_by_its_size(tmp_path: Path, line: Callable[..., str], unit: float) -> None:
+    """Whatever unit the format has: seconds, ms, µs and ns since 1970 are nine digits apart."""
+    start = 1_764_590_400
+    text = "\n".join(line(timestamp=(start + seconds) * unit) for seconds in (0, 1, 61))
+    assert arrivals(write(tmp_path / "t.jsonl", text)) == pytest.approx([0, 1000, 61_000], abs=0.01)
+
+
+def test_times_since_the_start_are_in_the_unit_of_the_format(tmp_path: Path) -> None:
+    month = 30 * 86400
+    text = "\n".join(mooncake(timestamp=time) for time in (5, month * 1000))
+    assert arrivals(write(tmp_path / "m.jsonl", text)) == [5, month * 1000]
+    text = "\n".join(bailian(timestamp=time) for time in (0, month))
+    assert arrivals(write(tmp_path / "b.jsonl", text)) == [0, month * 1000]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -111,6 +143,10 @@ def test_bailian_has_blocks_of_16_seconds_and_chats(tmp_path: Path) -> None:
         (TRIE + "0,1,4,1,-1,2\n", ":6: 2 blocks for a prompt of 4 tokens; at 4 tokens a block it must have 1"),
         (TRIE + "0,1,2000000000,1,-1,600000000\n", ":6: block 600000002 of request 3 does not fit"),
         (mooncake() + "\n{oops\n", ":2: JSON is malformed"),
+        (mooncake() + "\n" + mooncake(timestamp=-1), ":2: Expected `float` >= 0"),
+        (mooncake(timestamp=None), ":1: Expected `float`, got `null`"),
+        (mooncake(timestamp="2026-12-01"), ":1: Expected `float`, got `str`"),
+        (TRIE + "inf,1,4,1,-1,1\n", ":6: Expected `float`"),
         (mooncake() + "\n" + mooncake(hash_ids="x"), ":2: Expected `array`"),
         (mooncake() + "\n" + mooncake(hash_ids=[1, -1]), ":2: Expected `int` >= 0"),
         (mooncake() + "\n" + mooncake(hash_ids=[1]) + "\n" + mooncake(hash_ids=[]), ":3: 0 blocks for a prompt"),
