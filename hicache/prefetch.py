@@ -64,6 +64,7 @@ class Prefetch:
     generation: int = 0  # of the store when the read began
     second: bool = False  # for what had been in memory when the first one looked
     leader: Prefetch | None = None  # another request's prefetch that brings the next missing page
+    claimed: bool = False  # its request runs already: nobody waits for what is still to come
     ended: bool = False
 
 
@@ -196,7 +197,9 @@ class Prefetcher:
         return held > 0 and held + hits > host.pool.num_pages // 2
 
     def claim(self, rid: str) -> None:
-        """The request runs: what arrived for it is in its hands."""
+        """The request runs: what arrived for it is in its hands, and what still arrives is nobody's in particular."""
+        if rid in self._active:
+            self._active[rid].claimed = True
         self._unclaimed.pop(rid, None)
         self._ended.pop(rid, None)
 
@@ -299,7 +302,8 @@ class Prefetcher:
         tiers.staged_host_pages -= arrived
         tiers.counters.moved_bytes[STORAGE_HOST] += arrived * tiers.host_stride
         if arrived:
-            self._unclaimed[op.rid] = self._unclaimed.get(op.rid, 0) + arrived
+            if not op.claimed:
+                self._unclaimed[op.rid] = self._unclaimed.get(op.rid, 0) + arrived
             tiers.free_host(tiers.tree.insert_host(op.key, op.first_page, op.pages[:arrived]))
         rest = op.pages[arrived:]
         if not self._drained(read, rest):
@@ -315,7 +319,7 @@ class Prefetcher:
     def _finish(self, op: Prefetch, how: str) -> None:
         op.ended = True
         self._active.pop(op.rid, None)
-        if not op.second:
+        if not op.second and not op.claimed:
             known = op.first_page * self._tiers.tree.page_size
             self._ended[op.rid] = _Ended(op.key, op.started, op.asked, known, op.last)
         if self._leaders.get(op.start) is op:

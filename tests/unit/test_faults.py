@@ -376,6 +376,26 @@ def test_f08_a_thousand_prefetches_each_ended_another_way_leave_nothing_behind()
     assert rig.engine.idle and rig.engine.queued_bytes == 0
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_f08_a_request_that_runs_before_its_prefetch_has_ended_leaves_nothing_behind(steps: int) -> None:
+    """Nobody claims what arrives after its request began: it must not count as waiting for one for ever."""
+    rig = stored(RigOptions(page_size=2, device_pages=40, host_pages=16, storage_pages=400))
+    rig.cache.flush([Tier.DEVICE, Tier.HOST])
+    assert rig.engine is not None
+    prefetcher = rig.cache._prefetcher
+    request = Request("r", tokens(1, 13))
+    rig.cache.prefetch(request.rid, request.key())
+    for _ in range(steps):
+        rig.engine.run_next()
+        rig.cache.poll()
+    assert rig.requests.admit(request) is not None  # nobody asked prefetch_ready
+    assert rig.requests.extend(request, 13)
+    rig.settle()
+    rig.finish(request)
+    rig.settle()
+    assert not (prefetcher._active or prefetcher._ended or prefetcher._unclaimed or prefetcher._leaders)
+
+
 @pytest.mark.parametrize("mode", ["timeout", "wait_complete", "best_effort"])
 def test_f09_the_deadline_is_an_upper_bound_whatever_storage_does(mode: str) -> None:
     policy = PrefetchPolicy(mode, 1.0)  # type: ignore[arg-type]
