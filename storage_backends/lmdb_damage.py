@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import NamedTuple
 
 from lmdb.verify import VerifyError, verify
 
-from hicache.errors import StoreCorruptError, StoreUnavailableError
+from hicache.errors import StoreCorruptError
 from hicache.storage_backends.lmdb_env import DATA_FILE
 
 _MAGIC = 0xBEEFC0DE
@@ -28,9 +26,6 @@ class _Meta(NamedTuple):
     page_bytes: int
     last_page: int
     transaction: int
-
-
-log = logging.getLogger(__name__)
 
 
 def used_data_bytes(path: Path) -> int:
@@ -94,21 +89,3 @@ def check_mark(path: Path) -> None:
     mark = path / MARK_FILE
     if mark.exists():
         raise StoreCorruptError(mark.read_text() or "found damaged while it was open")
-
-
-def set_aside(path: Path, reason: str) -> Path:
-    """Rename a store that cannot be used to PATH.aside-N and leave an empty folder in its place."""
-    number = 1
-    while (target := path.with_name(f"{path.name}.aside-{number}")).exists():
-        number += 1
-    try:
-        os.rename(path, target)
-        path.mkdir()
-    except OSError as error:
-        raise StoreUnavailableError(
-            f"the store in {path} cannot be used ({reason}) and cannot be renamed to {target.name} "
-            f"({error.strerror}); move it away",
-            "corrupt",
-        ) from error
-    log.error("store %s cannot be used (%s): set aside as %s, delete that when you need the room", path, reason, target)
-    return target

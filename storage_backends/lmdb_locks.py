@@ -49,7 +49,9 @@ class FolderLocks:
 
     @property
     def in_place(self) -> bool:
-        """False if the folder holds another index than the one that we share, or none."""
+        """False if the folder holds another index than the one that we share, or another lock file than ours."""
+        if not self._watched:
+            return not self.replaced  # we had it alone all the time
         path = str(self._path / DATA_FILE)
         return path in self._watched and _identity_of(path) == self._watched[path]
 

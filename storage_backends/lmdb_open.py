@@ -14,11 +14,11 @@ from pathlib import Path
 
 from hicache.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from hicache.storage_backends.filesystem import access_problem, check_local
+from hicache.storage_backends.lmdb_aside import is_aside, set_aside
 from hicache.storage_backends.lmdb_damage import (
     MARK_FILE,
     MAX_WALKED_BYTES,
     check_mark,
-    set_aside,
     used_data_bytes,
     walk_index,
 )
@@ -97,7 +97,7 @@ class StoreFolder:
                 f"({stranger}, ...): move them or the store away",
                 "corrupt",
             )
-        set_aside(self.path, reason)
+        set_aside(self.path, reason, is_own)
         if not self.try_alone():
             raise StoreUnavailableError(f"the store in {self.path} was opened while it was begun anew", "busy")
 
@@ -141,7 +141,7 @@ class StoreFolder:
 def is_own(name: str) -> bool:
     """Is this the name of a file of a store?"""
     files = (DATA_FILE, READERS_FILE, LOCK_FILE, SESSION_FILE, MARK_FILE, REWRITTEN, "lost+found")
-    return name in files or name == SLAB_FILE or is_slab(name)  # "slab": of the first format
+    return name in files or name == SLAB_FILE or is_slab(name) or is_aside(name)  # "slab": of the first format
 
 
 def slab_name(slot_bytes: int) -> str:

@@ -16,12 +16,13 @@ import lmdb
 from hicache.errors import ConfigError, StoreCorruptError, StoreIdentityError, StoreUnavailableError
 from hicache.layout import round_up
 from hicache.storage_backends.budget import BudgetPlan, ValuesMode
-from hicache.storage_backends.lmdb_damage import used_data_bytes
+from hicache.storage_backends.lmdb_aside import bring_back, stores_aside
+from hicache.storage_backends.lmdb_damage import mark_damaged, used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability, IndexEnvironment, storage_errors
 from hicache.storage_backends.lmdb_index import IndexView
 from hicache.storage_backends.lmdb_open import StoreFolder
 from hicache.storage_backends.lmdb_rewrite import rewrite_index
-from hicache.storage_backends.lmdb_schema import BLOCK_BYTES, STORE_FORMAT, read_label
+from hicache.storage_backends.lmdb_schema import BLOCK_BYTES, MAX_DATABASES, STORE_FORMAT, read_label
 from hicache.storage_backends.lmdb_store import Store
 
 DEFAULT_COST = 1 << 20
@@ -133,10 +134,36 @@ def _open_files(folder: StoreFolder, plan: BudgetPlan, durability: Durability, c
     try:
         store = _begin(folder, plan, durability, clock)
     except StoreCorruptError as error:
+        if error.reason != "format":
+            mark_damaged(folder.path, str(error))  # it is not to be brought back
         folder.set_aside(str(error))
+        if error.reason == "format":
+            _bring_back(folder, plan.values)
         store = _begin(folder, plan, durability, clock)
     folder.share()
     return store
+
+
+def _bring_back(folder: StoreFolder, values: ValuesMode) -> None:
+    """After another version the store of this one's format is found again, the newest if there are several."""
+    for aside in reversed(stores_aside(folder.path)):
+        if aside.reason is None and _is_readable(aside.path, values):
+            try:
+                bring_back(folder.path, aside)
+            except OSError as error:
+                log.warning("store %s: %s cannot be brought back: %s", folder.path, aside.path, error)
+            return
+
+
+def _is_readable(path: Path, values: ValuesMode) -> bool:
+    """Is a store that nobody has open of the format that this version reads?"""
+    try:
+        if not used_data_bytes(path):
+            return False
+        with lmdb.open(str(path), readonly=True, lock=False, max_dbs=MAX_DATABASES) as env, env.begin() as txn:
+            return check_label(env, txn, path, values) is not None
+    except (StoreCorruptError, StoreIdentityError, lmdb.Error, OSError):
+        return False
 
 
 def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:

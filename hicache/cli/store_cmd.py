@@ -1,4 +1,4 @@
-"""`hicache store stat|verify|compact|clear|export|import`: what an operator does with a store on disk."""
+"""`hicache store stat|verify|compact|aside|clear|export|import`: what an operator does with a store on disk."""
 
 from __future__ import annotations
 
@@ -90,6 +90,31 @@ def compact(path: Folder) -> None:
         with interruptible() as check:
             done = run(path, lambda moved, total: check())
     print_compacted(done)
+
+
+@app.command()
+def aside(
+    path: Folder,
+    remove: Annotated[
+        int | None, typer.Option("--remove", metavar="N", help="Delete aside-N for good.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the stores that were set aside for the one in PATH, which keep their room on disk, or delete one."""
+    from hicache.cli.store_tables import print_aside
+    from hicache.storage_backends.lmdb_aside import remove_aside, stores_aside
+
+    with plain_errors(path):
+        if remove is not None:
+            gone = remove_aside(path, remove)
+            typer.echo(f"removed {gone.path}, {format_bytes(gone.disk_bytes)}")
+            return
+        found = stores_aside(path)
+    if as_json:
+        fields = [{"path": str(each.path), "disk_bytes": each.disk_bytes, "reason": each.reason} for each in found]
+        typer.echo(json.dumps(fields, indent=2))
+    else:
+        print_aside(found)
 
 
 @app.command()

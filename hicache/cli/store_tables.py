@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from hicache.config.units import format_bytes, format_duration
 from hicache.hashing import Field
 
 if TYPE_CHECKING:
+    from hicache.storage_backends.lmdb_aside import SetAside
     from hicache.storage_backends.lmdb_compact import Compacted
     from hicache.storage_backends.lmdb_stat import SlabReport, SpaceReport, StoreReport
 
@@ -35,6 +36,18 @@ def console() -> Console:
 
 def print_report(report: StoreReport) -> None:
     console().print(*_tables(report), sep="\n")
+
+
+def print_aside(stores: Sequence[SetAside]) -> None:
+    """The stores that were set aside, a line each."""
+    if not stores:
+        console().print("no store is set aside")
+        return
+    table = Table("number", "on disk", "where", "why", title="Set aside", title_justify="left")
+    for store in stores:
+        why = store.reason or "of another format: comes back with the version that reads it"
+        table.add_row(str(store.number), format_bytes(store.disk_bytes), str(store.path), why)
+    console().print(table)
 
 
 def _tables(report: StoreReport) -> Iterator[Table]:

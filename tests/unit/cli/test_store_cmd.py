@@ -183,6 +183,20 @@ def test_compact_beside_an_engine_is_refused(path: Path, run: Any) -> None:
 # ---- clear ----------------------------------------------------------------------------------------
 
 
+def test_what_is_set_aside_is_listed_and_removed(path: Path, run: Any) -> None:
+    assert "no store is set aside" in run("aside", path).out
+    (path / "damaged").write_text("found damaged")
+    LmdbBackend(path, IDENTITY, BUDGET).close()
+    listed = run("aside", path)
+    assert listed.code == 0 and "s.aside-1" in listed.out and "found damaged" in listed.out
+    (fields,) = json.loads(run("aside", path, "--json").out)
+    assert fields["path"] == f"{path}.aside-1" and fields["disk_bytes"] > 0
+    refused = run("aside", path, "--remove", 2)
+    assert refused.code == 2 and "set aside are: 1" in refused.err
+    assert run("aside", path, "--remove", 1).code == 0
+    assert [file.name for file in path.parent.iterdir()] == ["s"]
+
+
 def test_clear_everything(path: Path, run: Any) -> None:
     assert "removed 120 pages, 480.00 KiB" in run("clear", path, "--yes").out
     assert json.loads(run("stat", path, "--json").out)["live_bytes"] == 0

@@ -247,20 +247,6 @@ def test_a_link_to_a_damaged_store_leads_to_the_new_one(path: Path) -> None:
     store.close()
 
 
-def test_a_store_that_cannot_be_set_aside_is_unavailable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the folder is a mount point."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(16, os.strerror(16))
-
-    fill(path)
-    _garbage(0, 8192)(path / DATA_FILE)
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(StoreUnavailableError, match="cannot be renamed") as raised:
-        open_store(path)
-    assert raised.value.reason == "corrupt"
-
-
 def flip(data: bytearray, rng: random.Random) -> tuple[int, int]:
     """One bit somewhere."""
     at = (rng.randrange(len(data)), rng.randrange(8))
