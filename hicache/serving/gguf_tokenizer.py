@@ -49,8 +49,8 @@ def _make(kind: str, field: Field, pieces: list[str], types: list[int], bos: int
 def gguf_chat_format(field: Field) -> ChatFormat:
     """The template and the names of BOS and EOS."""
     pieces = field(_KEY + "tokens", None) or []
-    bos, eos = (_piece(pieces, field(_KEY + key, None)) for key in ("bos_token_id", "eos_token_id"))
-    return ChatFormat(field("tokenizer.chat_template", None), bos, eos)
+    tokens = {name: _piece(pieces, field(f"{_KEY}{name}_id", None)) for name in ("bos_token", "eos_token")}
+    return ChatFormat(field("tokenizer.chat_template", None), {name: token for name, token in tokens.items() if token})
 
 
 def _piece(pieces: list[str], token: int | None) -> str:

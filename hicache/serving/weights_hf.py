@@ -121,13 +121,17 @@ def _tokenizer(path: Path, geometry: ModelGeometry) -> HFTokenizer:
     return tokenizer
 
 
+_SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
 def _chat_format(folder: Path) -> ChatFormat:
     path, separate = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = _read_json(path) if path.is_file() else {}
     template = separate.read_text("utf-8") if separate.is_file() else config.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return ChatFormat(template, _content(config.get("bos_token")), _content(config.get("eos_token")))
+    tokens = {name: _content(config.get(name)) for name in _SPECIAL_TOKENS}
+    return ChatFormat(template, {name: token for name, token in tokens.items() if token})
 
 
 def _content(token: str | dict[str, Any] | None) -> str:

@@ -130,6 +130,7 @@ class AnswerResponse(Response):
 
     async def _start(self, job: Job) -> None:
         self._prompts = await self._endpoint.cut(self._cut)
+        job.silent = self._body.answer_tokens == 0
         job.start(self._endpoint.prompts.requests(self._body, self._prompts, self._answers.name))
 
     async def _outputs(self, job: Job) -> AsyncIterator[Json]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from hicache.serving.http.errors import ApiError, refused
@@ -15,6 +16,14 @@ MAX_STOPS = 16
 UNSUPPORTED = "unsupported_parameter"
 _PRIORITIES = 1 << 31
 
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 1.0 is an integer, too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Integer, Field(ge=0)]
 Priority = Annotated[int, Field(ge=-_PRIORITIES, lt=_PRIORITIES)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 StopString = Annotated[str, Field(min_length=1)]
@@ -40,14 +49,14 @@ class RequestBody(_Body):
     """
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Integer | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
@@ -55,7 +64,7 @@ class RequestBody(_Body):
     cache_salt: Name | None = None
     session_id: Name | None = None
     priority: Priority | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Tokens | None = None
 
@@ -70,7 +79,7 @@ class RequestBody(_Body):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The longest answer that the client asks for."""
+        """The longest answer that the client asks for; 0: it wants the prompt to be computed, and no answer."""
         return self.max_tokens
 
     def check(self) -> None:
@@ -115,20 +124,71 @@ class TextPart(_Body):
     text: str
 
 
-class MessageBody(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+class RefusalPart(_Body):
+    type: Literal["refusal"]
+    refusal: str
 
     @property
     def text(self) -> str:
+        return self.refusal
+
+
+class FunctionCall(_Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates write arguments as JSON themselves: they get the object, as transformers documents it."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except ValueError:
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {**({"id": self.id} if self.id is not None else {}), "type": self.type, "function": function}
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+
+
+class MessageBody(_Body):
+    """One turn. An assistant's may be without content: it called tools, or refused, or said nothing."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Parts | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if self.content is None:
+            return self.refusal or ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What templates may look at besides role and content."""
+        calls = list(self.tool_calls or ())
+        if self.function_call is not None:  # the older form of the same
+            calls.append(ToolCall(function=self.function_call))
+        found: dict[str, Any] = {"tool_calls": [call.for_template() for call in calls]} if calls else {}
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {**found, **{name: value for name, value in named.items() if value is not None}}
 
 
 class ChatBody(RequestBody):
     """POST /v1/chat/completions. `max_completion_tokens` is the newer name of `max_tokens`, and comes first."""
 
     messages: Annotated[list[MessageBody], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[Any] | None = None
@@ -141,6 +201,10 @@ class ChatBody(RequestBody):
 
     def check(self) -> None:
         super().check()
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                place = f"messages[{index}].content"
+                raise refused(f"{place}: Field required for role {message.role}", place, "missing_parameter")
         for name in ("tools", "functions"):
             if getattr(self, name):
                 raise unsupported(name)
@@ -178,6 +242,8 @@ def _from_details(details: Sequence[ErrorDetails]) -> ApiError:
     if not detail["loc"]:
         return refused(f"the body should be a JSON object: {detail['msg']}")
     param = _param(detail["loc"])
+    if detail["type"] == "union_tag_invalid":  # a part of a kind that this server has not
+        return refused(f"{param}.type: should be 'text' or 'refusal'", f"{param}.type", "invalid_value")
     message = detail["msg"].removeprefix("Input ")
     return refused(
         f"{param}: {message}", param, "missing_parameter" if detail["type"] == "missing" else "invalid_value"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from hicache.serving.async_engine import AsyncEngine
@@ -55,6 +56,13 @@ class Gateway:
             self._jobs.discard(job)
 
 
+def _untold(output: TokenOutput) -> TokenOutput:
+    """The end of a request, without the token that it ends with."""
+    metrics = replace(output.metrics, output_tokens=0) if output.metrics is not None else None
+    reason = "length" if output.finish_reason == "stop" else output.finish_reason
+    return replace(output, token=None, text="", logprobs=None, finish_reason=reason, metrics=metrics)
+
+
 class Job:
     """The sequences of one HTTP request, on their way through the engine.
 
@@ -62,6 +70,8 @@ class Job:
     """
 
     def __init__(self, gateway: Gateway, sequences: int) -> None:
+        self.silent = False
+        """Whether the client wants the prompt to be computed and no answer: the one token that comes is not told."""
         self.handles: list[GenerationHandle] = []
         self.pending = sequences
         self._gateway = gateway
@@ -107,6 +117,8 @@ class Job:
 
     def _on_output(self, index: int, output: TokenOutput) -> None:
         """On the engine's thread."""
+        if self.silent:
+            output = _untold(output)
         with suppress(RuntimeError):  # the loop is closed: the server is gone
             self._loop.call_soon_threadsafe(self._take, index, output)
 

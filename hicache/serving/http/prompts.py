@@ -52,6 +52,10 @@ class Prompt:
     tokens: Sequence[int]
 
 
+_ROLES = {"developer": "system", "function": "tool"}
+"""Newer and older names of what templates know."""
+
+
 class Prompts:
     """Turns bodies into requests. Its methods may take a while; one thread at a time calls them."""
 
@@ -61,7 +65,7 @@ class Prompts:
 
     def of_chat(self, body: ChatBody) -> list[Prompt]:
         """The conversation as one prompt. Raises ApiError or BadInput."""
-        messages = [Message("system" if m.role == "developer" else m.role, m.text) for m in body.messages]
+        messages = [Message(_ROLES.get(m.role, m.role), m.text, m.more) for m in body.messages]
         text = render_chat(messages, self._tokenizer("messages"), self._served.chat)
         return [self._cut(text, body, "messages", special=False)]
 
@@ -89,7 +93,7 @@ class Prompts:
         return [
             GenerationRequest(
                 prompt=prompt.tokens,
-                max_tokens=self._answer_tokens(len(prompt.tokens), body.answer_tokens, default, chat),
+                max_tokens=self._answer_tokens(len(prompt.tokens), body.answer_tokens, default, chat) or 1,
                 sampling=sampling,
                 rid=f"{name}-{index}",
                 namespace=RequestNamespace(salt=body.cache_salt),

@@ -183,6 +183,43 @@ def test_a_session_that_says_something_else_begins_anew(server: Running) -> None
     assert other["choices"] == server.chat("Another story", "no", "yes")["choices"]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}
+ASSISTANTS: dict[str, dict[str, Any]] = {
+    "null": {"content": None},
+    "nothing": {},
+    "empty": {"content": ""},
+    "no parts": {"content": []},
+    "refusal": {"content": None, "refusal": "no"},
+    "refusal as a part": {"content": [{"type": "refusal", "refusal": "no"}]},
+    "empty lists": {"content": "x", "tool_calls": [], "function_call": None, "audio": None, "annotations": []},
+    "calls": {"content": None, "tool_calls": [CALL]},
+    "an older call": {"content": None, "function_call": CALL["function"]},
+}
+
+
+@pytest.mark.parametrize("case", ASSISTANTS)
+def test_what_an_assistant_has_said_may_be_without_content(server: Running, case: str) -> None:
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", **ASSISTANTS[case]}]
+    if "calls" in case:
+        turns.append({"role": "tool", "tool_call_id": "1", "name": "f", "content": "5"})
+    body = {"messages": [*turns, {"role": "user", "content": "go on"}], "max_tokens": 2, "seed": 1.0, "stop": None}
+    response = server.post(CHAT, body)
+    answer = json.load(response)
+    assert response.status == 200 and answer["usage"]["completion_tokens"] == 2, answer
+
+
+def test_no_answer_is_asked_for(server: Running) -> None:
+    """The prompt is computed, and found by the next request."""
+    prompt = "a prompt that is computed for later " * 3
+    first = server.complete(prompt, cache_salt="none", max_tokens=0)
+    assert first["choices"][0]["text"] == "" and first["choices"][0]["finish_reason"] == "length"
+    assert first["usage"]["completion_tokens"] == 0 and first["usage"]["prompt_tokens"] > len(prompt)
+    again = server.complete(prompt, cache_salt="none", max_tokens=4)
+    assert cached(again) > 0 and again["usage"]["completion_tokens"] == 4
+    chat = server.chat("hi", max_completion_tokens=0)
+    assert chat["choices"][0]["message"]["content"] == "" and chat["usage"]["completion_tokens"] == 0
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 CHAT, COMPLETION = "chat/completions", "completions"
@@ -206,7 +243,19 @@ REFUSED: dict[str, tuple[str, Any, int, str | None, str | None]] = {
         "invalid_value",
     ),
     "text for a number": (COMPLETION, {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "invalid_value"),
-    "no tokens": (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    "negative tokens": (COMPLETION, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
+    "half a token": (COMPLETION, {"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
+    "token beyond int32": (COMPLETION, {"prompt": [2**32 + 5]}, 400, "prompt", "invalid_value"),
+    "negative token": (COMPLETION, {"prompt": [-1]}, 400, "prompt[0]", "invalid_value"),
+    "half a character": (CHAT, b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', 400, None, "invalid_json"),
+    "user without content": (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing_parameter"),
+    "null for a user": (
+        CHAT,
+        {"messages": [{"role": "user", "content": None}]},
+        400,
+        "messages[0].content",
+        "missing_parameter",
+    ),
     "cold": (COMPLETION, {"prompt": "a", "temperature": -1}, 400, "temperature", "invalid_value"),
     "top_p": (COMPLETION, {"prompt": "a", "top_p": 1.5}, 400, "top_p", "invalid_value"),
     "empty stop": (COMPLETION, {"prompt": "a", "stop": ["b", ""]}, 400, "stop[1]", "invalid_value"),

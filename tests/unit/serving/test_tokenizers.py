@@ -177,9 +177,8 @@ def test_conversations_in_the_formats_of_the_vocabularies() -> None:
 
 
 def test_conversations_by_template() -> None:
-    pytest.importorskip("jinja2")
     template = "{{ bos_token }}{% for m in messages %}\n{{ m.role }}={{ m['content'] }};{% endfor %}"
-    rendered = render_chat(TURNS, ByteTokenizer(), ChatFormat(template, "<s>"))
+    rendered = render_chat(TURNS, ByteTokenizer(), ChatFormat(template, {"bos_token": "<s>"}))
     assert rendered == "<s>system=Be brief.;user=Hi;"
     with pytest.raises(BadInput, match="messages: roles must alternate"):
         render_chat(TURNS, ByteTokenizer(), ChatFormat("{{ raise_exception('roles must alternate') }}"))
@@ -187,3 +186,43 @@ def test_conversations_by_template() -> None:
         render_chat(TURNS, ByteTokenizer(), ChatFormat("{{ messages[0].__class__.__mro__[1].x() }}"))
     with pytest.raises(BadInput, match="the chat template fails"):
         render_chat(TURNS, ByteTokenizer(), ChatFormat("{% for"))
+
+
+USER, ANSWER = Message("user", "ist 3 < 5 & größer?"), Message("assistant", "ja")
+TEMPLATES = {
+    "{% if tools is not none or documents is not none %}X{% endif %}{{ messages[0].content }}": "ist 3 < 5 & größer?",
+    "{{ messages[0].content | tojson }}": '"ist 3 < 5 & größer?"',
+    "{{ messages[1] | tojson(ensure_ascii=True, indent=1, sort_keys=True) }}": (
+        '{\n "content": "ja",\n "role": "assistant"\n}'
+    ),
+    "{{ [1, 2] | tojson(separators=(',', ':')) }}": "[1,2]",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}": "user",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}": "assistant",
+    "{% for m in messages %}{% generation %}{{ m.content[0] }}{% endgeneration %}{% endfor %}": "ij",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{% endgeneration %}{{ x }}": "1",
+    "{{ strftime_now('%Y') | length }}": "4",
+    "{{ unk_token is defined }}{{ eos_token }}": "False</s>",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_have_what_transformers_gives_them(template: str) -> None:
+    chat = ChatFormat(template, {"eos_token": "</s>"})
+    assert render_chat([USER, ANSWER], ByteTokenizer(), chat) == TEMPLATES[template]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ messages[9].content.x }}", "{{ 'a' | nothing }}"]
+)
+def test_whatever_a_template_raises_is_the_clients_error_with_the_reason(template: str) -> None:
+    with pytest.raises(BadInput, match=r"messages: the chat template fails: .+"):
+        render_chat([USER], ByteTokenizer(), ChatFormat(template))
+
+
+def test_tool_calls_are_told() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 3}}}
+    turns = [USER, Message("assistant", "", {"tool_calls": [call]}), Message("tool", "5", {"tool_call_id": "1"})]
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    assert render_chat(turns, ByteTokenizer(), ChatFormat(template)) == "3"
+    plain = render_chat(turns, ByteTokenizer(), ChatFormat())
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>' in plain
