@@ -26,7 +26,7 @@ def check_local(path: Path) -> None:
 
 def file_system_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
     """Type of the file system that `path`, or the nearest folder above it that exists, lies on; None if unknown."""
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # one that may not be looked into is none
         path = path.parent
     try:
         device = os.stat(path).st_dev

@@ -13,7 +13,8 @@ from pathlib import Path
 from hicache.errors import ConfigError, StoreUnavailableError
 from hicache.storage_backends.lmdb_damage import MARK_FILE
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE
+from hicache.storage_backends.lmdb_locks import LOCK_FILE
+from hicache.storage_backends.lmdb_readers import READERS_FILE
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import struct
 import threading
@@ -19,6 +18,7 @@ import lmdb
 from hicache.errors import StoreCorruptError, StoreUnavailableError
 from hicache.storage_backends.filesystem import FILE_MODE
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
+from hicache.storage_backends.lmdb_readers import ReaderLock, byte_lock, open_environment
 from hicache.storage_backends.lmdb_schema import MAX_DATABASES, Databases
 
 DATA_FILE = "data.mdb"
@@ -32,14 +32,13 @@ always: nothing that was acknowledged.
 
 MAX_READERS = 512
 
-log = logging.getLogger(__name__)
-
 _LEAST_FREE = 1 << 20
 """A file system with fewer bytes free is full."""
 
 _CORRUPT = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
+    lmdb.NotFoundError,  # a database that every store has
     lmdb.PageNotFoundError,
     lmdb.CursorFullError,
     lmdb.TxnFullError,
@@ -100,11 +99,6 @@ def _reason(error: Exception) -> str:
     return next((word for code, word in _REASONS.items() if os.strerror(code) in str(error)), "unavailable")
 
 
-def _byte_lock(kind: int) -> bytes:
-    """struct flock of a 64-bit Linux: the first byte of a file; LMDB locks nothing of its data file."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0)
-
-
 def _is_io_error(error: Exception) -> bool:
     return os.strerror(errno.EIO) in str(error)
 
@@ -114,11 +108,9 @@ class IndexEnvironment:
 
     def __init__(self, path: Path, map_bytes: int, durability: Durability) -> None:
         self.map_bytes = map_bytes
-        self._name = f"store {path}"
         self._writer = threading.Lock()
-        self._namesake_noted = False
-        self.env = lmdb.open(
-            str(path),
+        self.env = open_environment(
+            path,
             map_size=map_bytes,
             mode=FILE_MODE,
             max_dbs=MAX_DATABASES,
@@ -128,6 +120,7 @@ class IndexEnvironment:
         )
         try:
             self._file = os.open(path / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+            self._reader = ReaderLock(path)
             self.env.reader_check()
         except BaseException:
             self.env.close()
@@ -145,10 +138,8 @@ class IndexEnvironment:
         """As `open_databases` where all is there already."""
         # Each waits for a writer: handles opened in a read transaction end with it.
         with self._turn():
-            self._open_all()
-
-    def _open_all(self) -> None:
-        self.databases = Databases(*(self.env.open_db(name.encode(), create=False) for name in Databases._fields))
+            handles = (self.env.open_db(name.encode(), create=False) for name in Databases._fields)
+            self.databases = Databases(*handles)
 
     @contextmanager
     def view(self, buffers: bool = False) -> Iterator[IndexView]:
@@ -159,21 +150,9 @@ class IndexEnvironment:
 
     @contextmanager
     def snapshot(self, buffers: bool = False) -> Iterator[lmdb.Transaction[bytes]]:
-        """A transaction that reads. Not within another of the same thread."""
-        try:
-            txn = self._begin_read(buffers)
-        except lmdb.Error as error:
-            if os.strerror(errno.EAGAIN) not in str(error):
-                raise
-        else:
-            with txn:
-                yield txn
-            return
-        self._note_namesake()
-        with self._turn():
-            begin = cast("Callable[[], lmdb.Transaction[bytes]]", partial(self.env.begin, write=True, buffers=buffers))
-            with begin() as txn:
-                yield txn
+        """A transaction that reads."""
+        with self._reader.reading(), self._begin_read(buffers) as txn:
+            yield txn
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -183,20 +162,11 @@ class IndexEnvironment:
         in two containers that may be the same number. An open file description is nobody else's.
         """
         with self._writer:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, _byte_lock(fcntl.F_WRLCK))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, byte_lock(fcntl.F_WRLCK, 0))
             try:
                 yield
             finally:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _byte_lock(fcntl.F_UNLCK))
-
-    def _note_namesake(self) -> None:
-        """LMDB's table of readers knows a process by its id alone, and refuses a second of that id."""
-        if not self._namesake_noted:
-            self._namesake_noted = True
-            log.info(
-                "%s is open in another container whose process has the id %d, too: reads here take turns with writes",
-                self._name, os.getpid(),
-            )  # fmt: skip
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_UNLCK, 0))
 
     @contextmanager
     def writer(self, now_us: int) -> Iterator[IndexWriter]:
@@ -264,10 +234,12 @@ class IndexEnvironment:
 
     def close(self) -> None:
         self.env.close()
+        self._reader.close()
         os.close(self._file)
 
     def abandon(self) -> None:
         """Let go of the environment in a forked child: to close it there would end the parent's transactions."""
+        self._reader.close()
         os.close(self._file)  # a copy would keep the writer's turn when the parent is gone
         del self.env, self.databases
 

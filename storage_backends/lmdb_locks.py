@@ -19,11 +19,9 @@ from pathlib import Path
 from hicache.errors import ConfigError, StoreReplacedError, StoreUnavailableError
 from hicache.storage_backends.filesystem import FILE_MODE, access_problem
 from hicache.storage_backends.lmdb_env import DATA_FILE
+from hicache.storage_backends.lmdb_readers import READERS_FILE
 
 LOCK_FILE = "lock"
-READERS_FILE = "lock.mdb"
-"""LMDB's: its table of readers and its writer's lock. All who have a store open must share one."""
-
 JOIN_SECONDS = 30.0
 """How long a process that joins waits for one that looks the store over."""
 
@@ -38,6 +36,7 @@ class FolderLocks:
         self._path = path
         self._lock_path = str(path / LOCK_FILE)  # looked at with each call of a backend: kept ready
         self._open_lock()
+        self._alone = False
         self._shared: dict[str, int] = {}  # open files with a lock, by name
         self._watched: dict[str, tuple[int, int]] = {}  # what must lie where, by path
         self._relocking = threading.Lock()
@@ -66,6 +65,7 @@ class FolderLocks:
         if not _try_lock(self._lock, fcntl.LOCK_EX):
             return False
         if self._take(DATA_FILE, fcntl.LOCK_EX):
+            self._alone = True
             return True
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # others have it open, whose lock file was removed
         return False
@@ -99,6 +99,7 @@ class FolderLocks:
         for file in (*self._shared.values(), self._lock):
             fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would leave it to children forked meanwhile
             os.close(file)
+        self._alone = False
         self._shared.clear()
         self._watched.clear()
 
@@ -114,16 +115,25 @@ class FolderLocks:
 
     def _join(self) -> bool:
         """Share the index and LMDB's lock file as well; False, with nothing locked, if that cannot be done now."""
-        alone = DATA_FILE in self._shared
-        if (alone or self._readers_are_common()) and self._take(DATA_FILE, fcntl.LOCK_SH):
-            self._take(READERS_FILE, fcntl.LOCK_SH)
+        if (self._alone or self._readers_are_common()) and self._take(DATA_FILE, fcntl.LOCK_SH):
+            self._take_readers()
+            self._alone = False
             self._watched = {
                 str(self._path / name): _identity(os.fstat(file)) for name, file in sorted(self._shared.items())
             }
             return True
-        if not alone:
+        if not self._alone:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         return False
+
+    def _take_readers(self) -> None:
+        """Lock LMDB's file, which it may have open by now: then no copy may be closed before it closes its own.
+
+        That would drop the locks by which LMDB tells processes that live from those that died.
+        """
+        with suppress(FileNotFoundError):  # it is made by whoever opens the index next
+            file = self._shared[READERS_FILE] = os.open(self._path / READERS_FILE, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(file, fcntl.LOCK_SH)  # those who look whether it is locked are quick
 
     def _readers_are_common(self) -> bool:
         """False if others have the index open with another lock file of LMDB than the one that is there."""

@@ -23,7 +23,8 @@ from hicache.storage_backends.lmdb_damage import (
     walk_index,
 )
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability
-from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE, FolderLocks
+from hicache.storage_backends.lmdb_locks import LOCK_FILE, FolderLocks
+from hicache.storage_backends.lmdb_readers import READERS_FILE
 from hicache.storage_backends.lmdb_rewrite import REWRITTEN, discard_rewritten
 
 SESSION_FILE = "session"

@@ -49,7 +49,8 @@ from hicache.storage_backends.lmdb_audit import audit
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_env import DATA_FILE, IndexEnvironment
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
-from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE
+from hicache.storage_backends.lmdb_locks import LOCK_FILE
+from hicache.storage_backends.lmdb_readers import READERS_FILE
 from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.storage_backends.wrappers import SlowBackend
 from hicache.streams import create_stream

@@ -3,9 +3,11 @@ was not taken away."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,8 +23,9 @@ from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.lmdb_backend import LmdbBackend
 from hicache.storage_backends.lmdb_compact import compact
 from hicache.storage_backends.lmdb_env import DATA_FILE
-from hicache.storage_backends.lmdb_locks import LOCK_FILE, READERS_FILE
+from hicache.storage_backends.lmdb_locks import LOCK_FILE
 from hicache.storage_backends.lmdb_open import SLAB_FILE, StoreFolder
+from hicache.storage_backends.lmdb_readers import READERS_FILE
 from hicache.storage_backends.lmdb_verify import check_structure
 from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.testing.audit import audit
@@ -264,6 +267,8 @@ def test_processes_with_the_same_id_in_two_containers_share_a_store(path: Path) 
             process.stdin.flush()
             return process.stdout.readline().strip()
 
+        for process, name in ((first, "z"), (second, "z")):
+            assert ask(process, f"read {name}") == "1 0"  # both are in LMDB's table of readers
         for process, name in ((first, "a"), (second, "b"), (first, "c"), (second, "d")):
             assert ask(process, f"write {name}") == "1 5"
         for process in (first, second):
@@ -272,6 +277,47 @@ def test_processes_with_the_same_id_in_two_containers_share_a_store(path: Path) 
     assert [read(store, name) for name in "abcd"] == [5] * 4
     audit(store)
     store.close()
+
+
+def lmdb_sees(path: Path, process: int) -> bool:
+    """Does LMDB take the process for alive? It looks for a lock on the byte of that number, whose owner a close of
+    any copy of the file would give up."""
+
+    def look() -> None:
+        with open(path / READERS_FILE, "r+b") as file:
+            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, process, 1, 0)
+            found = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        os._exit(found[0] == fcntl.F_UNLCK)
+
+    return exit_code(look) == 0
+
+
+def test_lmdb_takes_those_who_read_for_alive(path: Path) -> None:
+    """Whoever begins a store, finds one or joins, and whoever has seen others come and go; and only while they read:
+    a process of the same id in another container could not open it else."""
+    for _ in range(2):
+        store = open_store(path)
+        assert read(store, "a") == 5 or write(store, "a") == 5
+
+        def reads(store: LmdbBackend) -> bool:
+            return bool(store._store.view(lambda view: store._store.view(lambda view: lmdb_sees(path, os.getpid()))))
+
+        def join(pipe: Any) -> None:
+            other = open_store(path)
+            pipe.send(reads(other))
+            pipe.recv()
+            other.close()
+
+        with forked(join) as process:
+            assert process.receive()
+            process.send("close")
+        second = open_store(path)
+        assert read(second, "a") == 5
+        second.close()
+        assert not check_structure(path)
+        assert reads(store)
+        assert not lmdb_sees(path, os.getpid())
+        store.close()
 
 
 def test_a_child_that_outlives_its_parent_keeps_no_lock(path: Path) -> None:
