@@ -165,6 +165,7 @@ class HiCache:
         pages = self.tiers.device_allocator.alloc(count)
         assert host is not None and pages is not None
         fill = self.tiers.tree.fills.begin(Tier.DEVICE, nodes, pages)
+        host.copy_begins()
         ticket = host.copies.load_back(joined([node.host_pages for node in nodes]), pages, self._compute)
         self._loads.append((ticket, fill))
         self._ticket_of[fill] = ticket
@@ -257,12 +258,13 @@ class HiCache:
         del self._ticket_of[fill]
         try:
             ticket.query()
-        except TransferError:
-            self.tiers.copy_ended(failed=True)
+        except TransferError as error:
+            self.tiers.copy_failed(error)
             self.tiers.decisions.load_failed(fill.nodes)
             self.tiers.free_device(self.tiers.tree.fills.abort(fill))
             return
-        self.tiers.copy_ended(failed=False)
+        assert self.tiers.host is not None
+        self.tiers.host.copy_arrived()
         self.tiers.counters.moved_bytes[HOST_DEVICE] += ticket.nbytes
         if fill.doomed:
             self.tiers.free_device(self.tiers.tree.fills.abort(fill))

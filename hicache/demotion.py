@@ -173,6 +173,7 @@ class Demotion:
         host = self.tiers.host
         assert host is not None
         nodes = [node for backup in self._staged for node in backup.fill.nodes]
+        host.copy_begins()
         ticket = host.copies.backup(
             joined([node.device_pages for node in nodes]), joined([node.host_pages for node in nodes]), after
         )
@@ -184,13 +185,14 @@ class Demotion:
         counters = self.tiers.counters
         try:
             batch.ticket.query()
-        except TransferError:
-            self.tiers.copy_ended(failed=True)
+        except TransferError as error:
+            self.tiers.copy_failed(error)
             for backup in reversed(batch.backups):
                 self._leaving_device -= backup.evict_pages
                 self.tiers.free_host(self.tiers.tree.fills.abort(backup.fill))
             return
-        self.tiers.copy_ended(failed=False)
+        assert self.tiers.host is not None
+        self.tiers.host.copy_arrived()
         counters.moved_bytes[DEVICE_HOST] += batch.ticket.nbytes
         arrived: list[Node] = []
         for backup in batch.backups:

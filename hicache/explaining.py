@@ -136,9 +136,7 @@ class _Explainer:
         assert host is not None
         why = self._whole(end)
         if why is None and host.degraded:
-            why = _Why(
-                Reason.OUT_OF_SERVICE, f"the host tier is off after {host.failures_in_a_row} failed copies in a row"
-            )
+            why = _Why(Reason.OUT_OF_SERVICE, "the host tier is off, copies have failed; it is tried again by itself")
         return _end(
             Tier.HOST, end, why or self._known(Tier.HOST, end) or self._passed(end) or self._unknown(Tier.HOST, end)
         )

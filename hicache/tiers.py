@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hicache.decisions import DecisionLog
 from hicache.device_pool import DevicePool, TokenToKVPoolAllocator
+from hicache.errors import TransferError
 from hicache.hashing import StoreIdentity
 from hicache.host_pool.pool import HostPool
 from hicache.load_choice import LoadChoice
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.stats import Counters
+from hicache.transfer.breaker import Breaker
 from hicache.transfer.copy_engine import CopyEngine
 from hicache.transfer.storage_engine import StorageEngine
 from hicache.tree.node import Node
@@ -20,28 +23,44 @@ from hicache.tree.plans import page_count
 from hicache.tree.radix_tree import RadixTree
 from hicache.types import PageIndices
 
-MAX_FAILURES = 3
-"""Failed copies in a row after which the host tier is taken out of service."""
-
 
 @dataclass
 class HostTier:
     """The host pool, the streams between it and the device, and when copies are made.
 
-    Out of service for good after MAX_FAILURES failed copies in a row.
+    Out of service while its breaker says so: after several failures in a row, until a copy that is tried later works.
+    `clock` gives seconds.
     """
 
     pool: HostPool
     copies: CopyEngine
     write: WritePolicy = field(default_factory=WritePolicy)
-    failures_in_a_row: int = 0
+    clock: Callable[[], float] = time.monotonic
+    _breaker: Breaker = field(init=False)
+    _counted: BaseException | None = None  # what made the copy fail that was counted last
+
+    def __post_init__(self) -> None:
+        self._breaker = Breaker("copies between device and host", self.clock)
 
     @property
     def degraded(self) -> bool:
-        return self.failures_in_a_row >= MAX_FAILURES
+        return not self._breaker.ready
 
-    def count(self, failed: bool) -> None:
-        self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
+    def copy_begins(self) -> None:
+        """A copy is submitted; while the tier is being tried again it is the trial."""
+        self._breaker.begin()
+
+    def copy_arrived(self) -> None:
+        self._breaker.succeeded("copy")
+
+    def copy_failed(self, error: TransferError) -> bool:
+        """Counts a failure, and says whether it is one of its own. What waited in the stream behind a copy that failed
+        fails of the same cause: one fault is one failure, however many copies were in flight."""
+        if error.__cause__ is not None and error.__cause__ is self._counted:
+            return False
+        self._counted = error.__cause__
+        self._breaker.failed("copy", error)
+        return True
 
 
 @dataclass
@@ -99,13 +118,11 @@ class Tiers:
             self.host.pool.poison(pages)
         self.host.pool.allocator.free(pages)
 
-    def copy_ended(self, failed: bool) -> None:
-        """Count how a copy between host and device ended; after a failure the streams go on with what comes next."""
+    def copy_failed(self, error: TransferError) -> None:
+        """A copy between host and device has failed; the streams go on with what comes next."""
         assert self.host is not None
-        self.host.count(failed)
-        if failed:
-            self.counters.failures["copy"] += 1
-            self.host.copies.recover()
+        self.counters.failures["copy"] += self.host.copy_failed(error)
+        self.host.copies.recover()
 
     @property
     def host_stride(self) -> int:

@@ -114,7 +114,7 @@ class Rig:
         if options.host_pages:
             host = HostPool(self.layout, options.host_pages)
             copies = CopyEngine(host.format, bind(pool.planes, host.array), self.d2h, self.h2d)
-            self.tiers.host = HostTier(host, copies, options.host_write)
+            self.tiers.host = HostTier(host, copies, options.host_write, clock=lambda: self.now)
         if options.storage_pages:
             self.backend = FlakyBackend(self.tiers.identity, options.storage_pages * self.layout.page_stride)
             self.tiers.storage = self.storage_tier()

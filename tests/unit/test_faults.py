@@ -17,6 +17,7 @@ from hicache.prefetch import PrefetchPolicy
 from hicache.requests import Admission, Request
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.rig import Rig, RigOptions
+from hicache.transfer.breaker import FIRST_PAUSE
 from hicache.transfer.storage_engine import EngineLimits, StorageEngine
 from hicache.tree.residency import ABSENT
 from hicache.types import DropReason, PrefixKey, Tier
@@ -854,3 +855,66 @@ def test_shed_stores_are_counted() -> None:
         rig.cache.close(0.0)
         assert rig.backend is not None
         rig.backend.usage()
+
+
+def backups_in_flight(rig: Rig, first: int, count: int) -> None:
+    """As many copies to the host, of one page each, each of a step of its own."""
+    for index in range(first, first + count):
+        pages = rig.cache.alloc_pages(2)
+        assert pages is not None
+        rig.cache.insert(key(index, 4), pages)
+        rig.cache.end_step(None)
+
+
+def loads_in_flight(rig: Rig, first: int, count: int) -> None:
+    """As many copies to the device, of prompts that only the host has."""
+    backups_in_flight(rig, first, count)
+    rig.settle()
+    rig.cache.flush([Tier.DEVICE])
+    for index in range(first, first + count):
+        assert rig.cache.init_load_back(rig.cache.match_prefix(key(index, 4))) is not None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_f38_one_fault_is_one_failure_however_many_copies_wait_behind_it(direction: str, count: int) -> None:
+    rig = Rig(RigOptions(page_size=2, device_pages=24, host_pages=24, storage_pages=0))
+    if direction == "d2h":
+        backups_in_flight(rig, 1, count)
+        rig.d2h.fail_next(RuntimeError("one transient error"))
+    else:
+        loads_in_flight(rig, 1, count)
+        rig.h2d.fail_next(RuntimeError("one transient error"))
+    rig.drain_streams()
+    rig.cache.poll()
+    assert rig.cache.stats().failures["copy"] == 1
+    assert rig.tiers.usable_host is not None
+    rig.cache.check_integrity()
+
+
+def test_f38_a_host_tier_that_was_given_up_comes_back_by_itself() -> None:
+    rig = Rig(RigOptions(page_size=2, device_pages=24, host_pages=24, storage_pages=0))
+    for index in range(3):
+        backups_in_flight(rig, 10 + index, 1)
+        rig.d2h.fail_next(RuntimeError(f"fault {index}"))
+        rig.drain_streams()
+        rig.cache.poll()
+    assert rig.cache.stats().failures["copy"] == 3 and rig.tiers.usable_host is None
+    rig.serve(tokens(1, 5))  # serving goes on without it
+    assert rig.cache.match_prefix(key(1, 5)).device_len == 4
+    rig.now += FIRST_PAUSE
+    backups_in_flight(rig, 20, 1)  # the trial, which fails
+    rig.d2h.fail_next(RuntimeError("still"))
+    assert rig.tiers.usable_host is None  # one at a time
+    rig.drain_streams()
+    rig.cache.poll()
+    assert rig.tiers.usable_host is None
+    rig.now += FIRST_PAUSE
+    assert rig.tiers.usable_host is None  # the pause is twice as long now
+    rig.now += FIRST_PAUSE
+    backups_in_flight(rig, 21, 1)
+    rig.settle()
+    assert rig.tiers.usable_host is not None
+    rig.cache.flush([Tier.DEVICE])
+    assert rig.cache.match_prefix(key(21, 4)).host_hit_len == 4
+    rig.cache.check_integrity()
