@@ -75,7 +75,9 @@ class StorageEngine:
         """Of the backend, as of the last call: moves when the store was cleared, by whomever."""
         seconds = limits.load_deadline
         self.limits = limits
-        self._loads = Lane("load", LaneLimits(seconds, seconds, "timeout", tickets=MAX_QUEUED_LOADS), clock)
+        self._loads = Lane(
+            "load", LaneLimits(seconds, seconds, "timeout", MAX_QUEUED_LOADS, parallel=MAX_WORKERS - 1), clock
+        )
         stores = LaneLimits(limits.store_deadline, limits.queue_seconds, "shed", nbytes=limits.queue_bytes, parallel=1)
         self._stores = Lane("store", stores, clock)
         self._closed = False
@@ -105,7 +107,8 @@ class StorageEngine:
         return ticket if self._submit(self._loads, ticket) else None
 
     def write(self, runs: Sequence[PageRun], nbytes: int) -> WriteTicket | None:
-        """Store runs in one transaction; None (shed) if stores are stopped, or a queue in use would be too long."""
+        """Store runs, in transactions of bounded size; None (shed) if stores are stopped, or a queue in use would be
+        too long."""
         ticket = WriteTicket(runs=runs, nbytes=nbytes)
         return ticket if self._submit(self._stores, ticket) else None
 
@@ -159,12 +162,12 @@ class StorageEngine:
     @property
     def takes_loads(self) -> bool:
         """False while loads are stopped."""
-        return self._loads.breaker.ready
+        return self._loads.ready
 
     @property
     def takes_stores(self) -> bool:
         """False while stores are stopped."""
-        return self._stores.breaker.ready
+        return self._stores.ready
 
     @property
     def states(self) -> tuple[BreakerState, BreakerState]:

@@ -68,8 +68,16 @@ class Lane:
         """Is there a ticket that a worker can take now?"""
         return bool(self._queue or self._urgent) and len(self._calls) < self.limits.parallel
 
+    @property
+    def ready(self) -> bool:
+        """Would `put` take a ticket, if there is room? Not while calls that hang hold all places of the lane: what came
+        behind them, a trial too, could not begin, and whoever waits for it would hang with them."""
+        return self.breaker.ready and self.overdue < self.limits.parallel
+
     def put(self, ticket: Ticket) -> bool:
-        """Queue a ticket. False: the queue is full, or the breaker does not allow it."""
+        """Queue a ticket. False: the queue is full, or the lane takes none now."""
+        if not self.ready:
+            return False
         full = len(self._queue) >= self.limits.tickets or (
             self.nbytes > 0 and self.nbytes + ticket.nbytes > self.limits.nbytes
         )
@@ -86,8 +94,14 @@ class Lane:
         self._urgent.append(ticket)
 
     def _append(self, ticket: Ticket) -> None:
+        """Queue what is new, or needs another call: a long load does not hold up the others, a store stays before those
+        that may build upon it."""
+        again = ticket.queued_at is not None
         ticket.queued_at = self._clock()
-        self._queue.append(ticket)
+        if again and not ticket.round_robin:
+            self._queue.appendleft(ticket)
+        else:
+            self._queue.append(ticket)
 
     def next(self) -> Call | None:
         """The next ticket to call the backend for."""
@@ -117,7 +131,7 @@ class Lane:
             self._settle(ticket, error)
         else:
             ticket.overdue = False
-            self._append(ticket)  # round robin: one long load does not hold up the others
+            self._append(ticket)
         self._drop_if_stopped()
 
     def watch(self) -> None:
@@ -131,7 +145,7 @@ class Lane:
                 message = f"a {call.ticket.kind} runs for more than {self.limits.call:g} s"
                 self.failures[f"{self._name}_timeout"] += 1
                 self.breaker.trip(call.ticket.kind, StoreUnavailableError(message, "timeout"))
-        while self._queue and now - self._queue[0].queued_at > self.limits.wait:
+        while self._queue and now - (self._queue[0].queued_at or 0.0) > self.limits.wait:
             ticket = self._queue.popleft()
             late = StoreUnavailableError(f"a {ticket.kind} waited for {self.limits.wait:g} s", self.limits.too_late)
             if self.breaker.state is BreakerState.TRYING:

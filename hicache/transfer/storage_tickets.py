@@ -6,8 +6,9 @@ buffers of a ticket are the worker's, except the first `count` of a read.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from hicache.hashing import page_digests
@@ -15,6 +16,10 @@ from hicache.storage_backends.base import PageRun, StorageBackend
 
 BATCH_PAGES = 64
 """Pages of one backend read: a cancelled load ends within one batch."""
+
+WRITE_PAGES, WRITE_BYTES = 4096, 64 << 20
+"""At most so much is stored in one transaction: the deadline of a call is one for bounded work, and a long prompt on a
+healthy disk does not look like a disk that hangs."""
 
 
 @dataclass(eq=False)
@@ -27,11 +32,12 @@ class Ticket:
     """
 
     kind: ClassVar[str]
+    round_robin: ClassVar[bool] = True  # whether others come first when it needs more calls
     done: bool = False
     error: Exception | None = None
     cancelled: bool = False
     overdue: bool = False
-    queued_at: float = 0.0
+    queued_at: float | None = None  # when it began to wait for its next call
     busy: float = 0.0
     nbytes: int = 0
 
@@ -81,18 +87,45 @@ class ReadTicket(Ticket):
 
 @dataclass(eq=False)
 class WriteTicket(Ticket):
-    """Runs being stored; `counts[i]` leading pages of run i are stored once `done`."""
+    """Runs being stored, a bounded part of them with each call; `counts[i]` leading pages of run i are stored once
+    `done`. Stores keep their order, since pages of a later one may hang below those of this one."""
 
     kind = "write"
+    round_robin = False
     runs: Sequence[PageRun] = ()
     counts: list[int] = field(default_factory=list)
+    _left: deque[int] = field(default_factory=deque)  # runs that are not through, in order
 
     def __post_init__(self) -> None:
         self.counts = [0] * len(self.runs)
+        self._left = deque(range(len(self.runs)))
 
     def call(self, backend: StorageBackend) -> bool:
-        self.counts = backend.write(self.runs)
-        return True
+        parts = self._next_parts()
+        counts = backend.write(list(parts.values()))
+        for (number, part), count in zip(parts.items(), counts, strict=True):
+            self.counts[number] += count
+            if count < len(part.keys) or self.counts[number] == len(self.runs[number].keys):
+                self._left.remove(number)
+        return not self._left
+
+    def _next_parts(self) -> dict[int, PageRun]:
+        """What follows of the runs that are not through, by the run's number."""
+        parts: dict[int, PageRun] = {}
+        pages, nbytes = WRITE_PAGES, WRITE_BYTES
+        for number in self._left:
+            run, at = self.runs[number], self.counts[number]
+            page_bytes = max(run.buffers[0].nbytes, 1) if run.buffers else 1
+            count = min(len(run.keys) - at, pages, max(nbytes // page_bytes, not parts))
+            if count < 1 and len(run.keys):
+                break
+            parent = run.keys[at - 1] if at else run.parent
+            parts[number] = replace(
+                run, keys=run.keys[at : at + count], buffers=run.buffers[at : at + count], parent=parent
+            )
+            pages -= count
+            nbytes -= count * page_bytes
+        return parts
 
 
 @dataclass(eq=False)

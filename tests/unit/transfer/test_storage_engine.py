@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from hicache.hashing import StoreIdentity, page_digests
 from hicache.layout import KVLayout
 from hicache.storage_backends.base import PageRun
 from hicache.testing.rig import FlakyBackend
+from hicache.transfer import storage_tickets
 from hicache.transfer.breaker import BreakerState
-from hicache.transfer.storage_engine import MAX_QUEUED_LOADS, EngineLimits, StorageEngine
+from hicache.transfer.storage_engine import MAX_QUEUED_LOADS, MAX_WORKERS, EngineLimits, StorageEngine
 from hicache.transfer.storage_tickets import BATCH_PAGES
 
 LAYOUT = KVLayout(1, 1, 4, 2)
@@ -241,12 +242,75 @@ def test_a_write_past_its_deadline_stops_stores(bench: Bench) -> None:
     assert hung and hung.hangs and waiting and waiting.counts == [0] and bench.engine.states == (ON, OFF)
     assert bench.engine.usage() is None  # it might wait for the same thing
     bench.move_clock(1)
-    trial = bench.engine.write([run(3)], PAGE)
-    assert trial and bench.engine.begin_next() is None  # the order of stores is kept, also in a trial
+    assert bench.engine.write([run(3)], PAGE) is None  # the order of stores is kept: it could not begin
     assert call is not None
     call()
-    assert hung.counts == [1] and bench.engine.run_next() and trial.counts == [1]
+    trial = bench.engine.write([run(3)], PAGE)
+    assert hung.counts == [1] and trial is not None and bench.engine.run_next() and trial.counts == [1]
     assert bench.engine.states == (ON, ON)
+
+
+def test_no_store_is_taken_while_one_hangs_in_the_only_place_there_is(bench: Bench) -> None:
+    """A trial behind it could not begin: whoever waited for it would wait until it is shed, again after each pause."""
+    assert bench.engine.write([run(1)], PAGE) is not None
+    hung = bench.engine.begin_next()
+    assert hung is not None
+    bench.move_clock(31.0)
+    bench.engine.poll()
+    assert bench.engine.states == (ON, OFF)
+    for _ in range(5):
+        bench.move_clock(100.0)  # longer than any pause
+        assert not bench.engine.takes_stores and bench.engine.write([run(2)], PAGE) is None
+        assert bench.engine.queued_bytes == PAGE
+    hung()
+    trial = bench.engine.write([run(2)], PAGE)
+    assert trial is not None and bench.engine.states == (ON, TRYING)
+    assert bench.engine.run_next() and trial.done and bench.engine.states == (ON, ON)
+
+
+def test_loads_are_tried_again_beside_one_that_hangs(bench: Bench) -> None:
+    """They have places enough, until hanging calls have taken them all."""
+    hung = 0
+    while bench.engine.takes_loads:
+        assert bench.engine.lookup(b"", tokens(1, 1)) is not None and bench.engine.begin_next() is not None
+        hung += 1
+        bench.move_clock(6.0)
+        bench.engine.poll()
+        bench.move_clock(100.0)
+    assert hung == MAX_WORKERS - 1
+    assert bench.engine.lookup(b"", tokens(1, 1)) is None
+    assert bench.engine.write([run(1)], PAGE) is not None and bench.engine.run_next()
+
+
+def test_a_long_store_is_many_calls_each_with_a_deadline_of_its_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_tickets, "WRITE_PAGES", 5)
+    monkeypatch.setattr(storage_tickets, "WRITE_BYTES", 4 * PAGE)
+    runs = [run(1, 11), run(2, 1), run(3, 2)]
+    long = bench.engine.write(runs, 14 * PAGE)
+    assert long is not None
+    calls = 0
+    while not long.done:
+        call = bench.engine.begin_next()
+        assert call is not None and call.ticket is long
+        bench.move_clock(29.0)
+        bench.engine.poll()
+        call()
+        calls += 1
+    assert calls == 4 and long.counts == [11, 1, 2] and bench.engine.states == (ON, ON)
+    keys = page_digests(b"", tokens(1, 11), 2)
+    assert bench.backend.contains_prefix(keys) == 11
+
+
+def test_a_run_that_is_cut_short_ends_there_and_the_others_go_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_tickets, "WRITE_PAGES", 2)
+    orphan = replace(run(1, 5), parent=b"x" * 32)
+    ticket = bench.engine.write([orphan, run(2, 3)], 8 * PAGE)
+    assert ticket is not None
+    while bench.engine.run_next():
+        pass
+    assert ticket.done and ticket.counts == [0, 3] and ticket.error is None
 
 
 def test_a_backend_that_is_not_there_has_no_usage(bench: Bench) -> None:
