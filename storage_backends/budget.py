@@ -74,6 +74,12 @@ class BudgetPlan:
         except ConfigError:
             return 0
 
+    @property
+    def file_bytes(self) -> int:
+        """What the largest file of the store may come to. Raises ConfigError as `split`."""
+        budget = self.split()
+        return max(budget.map_bytes, 0 if self.values == "inline" else budget.data_bytes)
+
     def split(self, used_bytes: int = 0, setbacks: int = 0) -> Budget:
         """The limits, given that the map takes `used_bytes` and was found full `setbacks` times.
 

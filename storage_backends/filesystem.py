@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from hicache.errors import ConfigError
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "afs", "9p", "beegfs", "glusterfs")
 """Their files can be mapped, but not coherently with other machines, and their locks may be no locks."""
+
+_MIB = 1 << 20
 
 FILE_MODE = 0o666
 """Of new files, less what the umask takes: users who share a group set that to 002."""
@@ -24,12 +27,48 @@ def check_local(path: Path) -> None:
         raise ConfigError(f"storage path {path} lies on a network file system ({kind}): use a folder on a local disk")
 
 
-def file_system_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
-    """Type of the file system that `path`, or the nearest folder above it that exists, lies on; None if unknown."""
+def room_problem(path: Path, total_bytes: int, file_bytes: int) -> str | None:
+    """Why files of `total_bytes` bytes, the largest of `file_bytes`, can never be in the folder `path`; None if they
+    may. What others have on the disk now is not counted, see `free_bytes`."""
+    disk = os.statvfs(_nearest(path))
+    disk_bytes = disk.f_blocks * disk.f_frsize
+    if 0 < disk_bytes < total_bytes:
+        return (
+            f"the file system of {path} has {disk_bytes / _MIB:,.0f} MiB in all, and the store may grow to "
+            f"{total_bytes / _MIB:,.0f} MiB: lower its size, or use a larger disk"
+        )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit not in (-1, resource.RLIM_INFINITY) and limit < file_bytes:
+        return (
+            f"this process may write files of at most {limit / _MIB:,.1f} MiB (ulimit -f), and one of the store's may "
+            f"grow to {file_bytes / _MIB:,.1f} MiB: raise the limit, or lower the size"
+        )
+    return None
+
+
+def is_cleaned(path: Path) -> bool:
+    """Does the folder lie where systemd-tmpfiles and others remove old files? Not where the name is a mount's."""
+    path = path.resolve()
+    return any(path.is_relative_to(folder) for folder in ("/tmp", "/var/tmp"))
+
+
+def free_bytes(path: Path) -> int:
+    """What this user may still write to the file system of `path`, quotas of projects included."""
+    disk = os.statvfs(_nearest(path))
+    return disk.f_bavail * disk.f_frsize
+
+
+def _nearest(path: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
     while not os.path.exists(path) and path != path.parent:  # one that may not be looked into is none
         path = path.parent
+    return path
+
+
+def file_system_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """Type of the file system that `path`, or the nearest folder above it that exists, lies on; None if unknown."""
     try:
-        device = os.stat(path).st_dev
+        device = os.stat(_nearest(path)).st_dev
         lines = mounts.read_text().splitlines()
     except OSError:
         return None

@@ -46,7 +46,9 @@ class LmdbBackend(StorageBackend):
     may take. `identity.codec` says how pages are encoded; with `encoded` they come and go encoded, as a host
     tier of that codec has them, and are kept as they are.
 
-    Raises ConfigError for a path, a budget or a codec that cannot be used, StoreIdentityError, with nothing
+    A budget or quota that is lower than before and too low for the pages that are there needs `shrink`, which has them
+    evicted. Raises ConfigError, with nothing changed, for that without `shrink`, and for a path, a budget or a codec
+    that cannot be used, StoreIdentityError, with nothing
     changed on disk, if the folder holds something else, StoreUnavailableError if the store cannot be
     opened now. A store that cannot be trusted is set aside as PATH.aside-N and a new one begun.
     """
@@ -62,6 +64,7 @@ class LmdbBackend(StorageBackend):
         ttl: float = 0.0,
         quota_bytes: int = 0,
         encoded: bool = False,
+        shrink: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         for field, value, choices in (
@@ -85,10 +88,10 @@ class LmdbBackend(StorageBackend):
         self._closed = False
         self._ttl = ttl
         self._clock = clock
-        self._store = open_store(Path(path), BudgetPlan(values, budget_bytes, cost), durability, clock)
+        self._store = open_store(Path(path), BudgetPlan(values, budget_bytes, cost), durability, clock, shrink)
         rules = Space(policy=POLICIES.index(eviction), ttl_us=int(ttl * 1e6), quota=quota_bytes)
         try:
-            self._number = self._store.join_space(identity.flat(), rules)
+            self._number = self._store.join_space(identity.flat(), rules, shrink)
         except BaseException:
             close_store(self._store)
             raise

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hicache.errors import StoreCorruptError, StoreUnavailableError
@@ -19,7 +20,7 @@ from hicache.storage_backends.budget import Budget
 from hicache.storage_backends.lmdb_env import DATA_FILE, storage_errors
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
 from hicache.storage_backends.lmdb_open import StoreFolder, is_slab, slab_name
-from hicache.storage_backends.lmdb_opening import require_store, with_own_budget
+from hicache.storage_backends.lmdb_opening import begin_store, require_store, with_own_budget
 from hicache.storage_backends.lmdb_rewrite import rewrite_index
 from hicache.storage_backends.lmdb_schema import PageRecord, slab_of, slot_location, slot_of
 from hicache.storage_backends.lmdb_slots import ExtentSet
@@ -55,7 +56,7 @@ def compact(path: Path, progress: Callable[[int, int], None] = lambda done, tota
     What `progress` raises ends it between two steps. Raises ConfigError if there is no store, StoreUnavailableError
     if it is open elsewhere (`busy`) or the disk is full, StoreCorruptError, with nothing changed, if it is damaged.
     """
-    with _alone(path) as folder, storage_errors(f"store {folder.path}"):
+    with _alone(path, "compacted") as folder, storage_errors(f"store {folder.path}"):
         before = _sizes(folder.path)
         folder.check()
         map_bytes, moved = _gather(folder, progress)
@@ -67,14 +68,54 @@ def compact(path: Path, progress: Callable[[int, int], None] = lambda done, tota
     return Compacted(moved, files)
 
 
+@dataclass(frozen=True)
+class Shrunk:
+    """Pages before and after, and the budget that the store has now."""
+
+    before: int
+    after: int
+    budget_bytes: int
+
+
+def shrink(path: Path, budget_bytes: int) -> Shrunk:
+    """Give the store in `path` another budget and evict what has no room in it, as `compact` alone and with its errors.
+
+    Raises ConfigError, with nothing changed, if the budget is too small for a store.
+    """
+    with _alone(path, "shrunk") as folder, storage_errors(f"store {folder.path}"):
+        folder.check()
+        store = with_own_budget(folder, "batch")
+        before, plan = _pages(store), replace(store.plan, budget_bytes=budget_bytes)
+        _close(store)
+        plan.split()
+        store = begin_store(folder, plan, "batch", time.time, shrink=True)
+        try:
+            after = _pages(store)
+            store.values.sync()
+            store.env.sync()
+        finally:
+            _close(store)
+        folder.end_session()
+    return Shrunk(before, after, budget_bytes)
+
+
+def _pages(store: Store) -> int:
+    return store.view(lambda view: sum(space.pages for space in view.spaces().values()))
+
+
+def _close(store: Store) -> None:
+    store.values.close()
+    store.env.close()
+
+
 @contextmanager
-def _alone(path: Path) -> Iterator[StoreFolder]:
+def _alone(path: Path, what: str) -> Iterator[StoreFolder]:
     require_store(path)
     folder = StoreFolder(path)
     try:
         if not folder.try_alone():
             raise StoreUnavailableError(
-                f"the store in {path} is open in another process: end that first, a store is compacted alone", "busy"
+                f"the store in {path} is open in another process: end that first, a store is {what} alone", "busy"
             )
         yield folder
     finally:
@@ -97,8 +138,7 @@ def _gather(folder: StoreFolder, progress: Callable[[int, int], None]) -> tuple[
         store.values.sync()
         return store.env.map_bytes, moved
     finally:
-        store.values.close()
-        store.env.close()
+        _close(store)
 
 
 def _move_all(store: Store, progress: Callable[[int, int], None]) -> int:

@@ -16,10 +16,12 @@ import lmdb
 from hicache.errors import ConfigError, StoreCorruptError, StoreIdentityError, StoreUnavailableError
 from hicache.layout import round_up
 from hicache.storage_backends.budget import BudgetPlan, ValuesMode
+from hicache.storage_backends.filesystem import room_problem
 from hicache.storage_backends.lmdb_aside import bring_back, stores_aside
 from hicache.storage_backends.lmdb_damage import mark_damaged, used_data_bytes
 from hicache.storage_backends.lmdb_env import DATA_FILE, Durability, IndexEnvironment, storage_errors
 from hicache.storage_backends.lmdb_index import IndexView
+from hicache.storage_backends.lmdb_loss import Loss, loss_by_budget, refuse_budget
 from hicache.storage_backends.lmdb_open import StoreFolder
 from hicache.storage_backends.lmdb_rewrite import rewrite_index
 from hicache.storage_backends.lmdb_schema import BLOCK_BYTES, MAX_DATABASES, STORE_FORMAT, read_label
@@ -55,16 +57,23 @@ os.register_at_fork(after_in_child=_forget_the_parents_stores)
 
 
 def open_store(
-    path: Path, plan: BudgetPlan, durability: Durability = "batch", clock: Callable[[], float] = time.time
+    path: Path,
+    plan: BudgetPlan,
+    durability: Durability = "batch",
+    clock: Callable[[], float] = time.time,
+    shrink: bool = False,
 ) -> Store:
     """Open the store in the folder `path`, which is created. Each call needs a `close_store`.
 
-    Whoever opens it first decides its budget. Raises ConfigError for a path or a budget that cannot be used,
+    Whoever opens it first decides its budget; one that is too low for its pages needs `shrink`, which evicts them.
+    Raises ConfigError for a path or a budget that cannot be used,
     StoreIdentityError if there is something else, StoreUnavailableError if it cannot be opened now. A
     store that cannot be trusted is set aside as PATH.aside-N and a new one begun.
     """
-    plan.split()  # refuse a budget before anything is created
-    store = _opened(path, lambda folder: _open_files(folder, plan, durability, clock))
+    # Refuse a budget before anything is created.
+    if problem := room_problem(path, plan.budget_bytes, plan.file_bytes):
+        raise ConfigError(f"storage path {path}: {problem}")
+    store = _opened(path, lambda folder: _open_files(folder, plan, durability, clock, shrink))
     try:
         check_values(store.folder.path, store.values_mode, plan.values)
         budget_bytes = store.view(lambda view: view.state()).budget_bytes
@@ -124,7 +133,9 @@ def _opened(path: Path, open_files: Callable[[StoreFolder], Store]) -> Store:
         return store
 
 
-def _open_files(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
+def _open_files(
+    folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float], shrink: bool
+) -> Store:
     while not (alone := folder.try_alone()):
         folder.share()
         if not folder.replaced:
@@ -132,14 +143,14 @@ def _open_files(folder: StoreFolder, plan: BudgetPlan, durability: Durability, c
     if not alone:
         return _join(folder, plan, durability, clock)
     try:
-        store = _begin(folder, plan, durability, clock)
+        store = begin_store(folder, plan, durability, clock, shrink)
     except StoreCorruptError as error:
         if error.reason != "format":
             mark_damaged(folder.path, str(error))  # it is not to be brought back
         folder.set_aside(str(error))
         if error.reason == "format":
             _bring_back(folder, plan.values)
-        store = _begin(folder, plan, durability, clock)
+        store = begin_store(folder, plan, durability, clock, shrink)
     folder.share()
     return store
 
@@ -166,10 +177,17 @@ def _is_readable(path: Path, values: ValuesMode) -> bool:
         return False
 
 
-def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float]) -> Store:
-    """Open a store that nobody else has open, look it over and take it up; begin it if there is none."""
+def begin_store(
+    folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock: Callable[[], float], shrink: bool
+) -> Store:
+    """Open a store that nobody else has open, look it over and take it up; begin it if there is none.
+
+    Raises ConfigError, with nothing changed, if pages would have to go for the budget and `shrink` is False.
+    """
     with storage_errors(f"store {folder.path}"):
         folder.check()
+        if not shrink and used_data_bytes(folder.path) and (loss := _loss(folder, plan)):
+            raise refuse_budget(folder.path, loss, plan.budget_bytes)
         if not _fits(plan, used_data_bytes(folder.path)):
             _make_fit(folder, plan)
         map_bytes = plan.split(used_data_bytes(folder.path)).map_bytes
@@ -184,6 +202,19 @@ def _begin(folder: StoreFolder, plan: BudgetPlan, durability: Durability, clock:
             env.close()
             raise
     return store
+
+
+def _loss(folder: StoreFolder, plan: BudgetPlan) -> Loss | None:
+    """What would have to go for the budget from a store that nobody has open."""
+    try:
+        store = with_own_budget(folder, "batch")
+    except ConfigError:
+        return None  # it was not begun
+    try:
+        return store.view(lambda view: loss_by_budget(view, plan, store.env.used_bytes))
+    finally:
+        store.values.close()
+        store.env.close()
 
 
 def _fits(plan: BudgetPlan, used_bytes: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hicache.hashing import Field, field_differences
 from hicache.storage_backends.lmdb_index import IndexView, IndexWriter
+from hicache.storage_backends.lmdb_loss import loss_by_quota, refuse_quota
 from hicache.storage_backends.lmdb_schema import Space
 
 
@@ -14,8 +15,11 @@ def space_of(view: IndexView, label: Mapping[str, Field]) -> int | None:
     return next((number for number, each in view.labels().items() if each == label), None)
 
 
-def join_space(index: IndexWriter, label: Mapping[str, Field], rules: Space) -> tuple[int, bool]:
-    """The number of the namespace with this identity, and whether it had to be begun; it gets the rules of `rules`."""
+def join_space(index: IndexWriter, label: Mapping[str, Field], rules: Space, shrink: bool) -> tuple[int, bool]:
+    """The number of the namespace with this identity, and whether it had to be begun; it gets the rules of `rules`.
+
+    Raises ConfigError if pages would have to go for its quota and `shrink` is False.
+    """
     number = space_of(index, label)
     begun = number is None
     if number is None:
@@ -23,6 +27,8 @@ def join_space(index: IndexWriter, label: Mapping[str, Field], rules: Space) -> 
         number = min(set(range(1, len(known) + 2)) - known)
         index.name_space(number, label)
     space = index.space(number)
+    if not shrink and (loss := loss_by_quota(space, rules.quota)):
+        raise refuse_quota(loss, rules.quota)
     space.policy, space.quota, space.ttl_us = rules.policy, rules.quota, rules.ttl_us
     return number, begun
 

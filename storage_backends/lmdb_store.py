@@ -75,7 +75,7 @@ class Store:
         self.users = 0
         self.found_alone: bool | None = None
         self._env = env
-        self._plan = plan
+        self.plan = plan
         self._index = Transactions(folder, env, plan, clock)
         self._index.on_growth = self._shrink
         self._values: PageValues = InlineValues() if plan.values == "inline" else SlabValues(folder.path)
@@ -220,10 +220,10 @@ class Store:
 
     # ---- namespaces ---------------------------------------------------------------------------
 
-    def join_space(self, label: Mapping[str, Field], rules: Space) -> int:
+    def join_space(self, label: Mapping[str, Field], rules: Space, shrink: bool = True) -> int:
         """The number of the namespace with this identity, which is begun if need be. `rules` has its policy,
-        quota and TTL; its counters are ignored."""
-        number, begun = self._index.change(lambda index: join_space(index, label, rules))
+        quota and TTL; its counters are ignored. Without `shrink` a quota that would take pages is a ConfigError."""
+        number, begun = self._index.change(lambda index: join_space(index, label, rules, shrink))
         if begun and (hint := self.view(lambda view: closest(view, number, label))):
             log.info("%s: no pages are stored for this model yet; %s", self.name, hint)
         return number
@@ -273,7 +273,7 @@ class Store:
     def _begin(self, index: IndexWriter, budget: Budget) -> None:
         index.check_counts()
         state = index.current
-        state.budget_bytes = self._plan.budget_bytes
+        state.budget_bytes = self.plan.budget_bytes
         state.map_bytes, state.data_bytes, state.setbacks = self._env.map_bytes, budget.data_bytes, 0
         self._values.recover(index)
         for number, space in index.spaces().items():
@@ -289,7 +289,7 @@ class Store:
             present = view.plan(job.runs, space, 0)[1]
             job.touched += [run.keys[count - 1] for run, count in zip(job.runs, present) if count]
         # Pages of one model may be larger than those that the store was begun for.
-        room = Budget(state.map_bytes, state.data_bytes).chunk_pages(self._plan.page_cost) * self._plan.page_cost
+        room = Budget(state.map_bytes, state.data_bytes).chunk_pages(self.plan.page_cost) * self.plan.page_cost
         encoded: dict[bytes, Encoded] = {}
         for page in view.plan(job.runs, space, MAX_CHUNK_PAGES)[0]:
             form = job.encoded.get(page.key) or job.encode(page)

@@ -112,7 +112,7 @@ def _create_memory(spec: BackendSpec) -> StorageBackend:
 def _create_lmdb(spec: BackendSpec) -> StorageBackend:
     from hicache.storage_backends.lmdb_backend import LmdbBackend
 
-    spec.check_options("lmdb", "values", "durability", "eviction", "ttl", "quota_bytes", "encoded")
+    spec.check_options("lmdb", "values", "durability", "eviction", "ttl", "quota_bytes", "encoded", "shrink")
     if spec.path is None:
         raise ConfigError("storage backend 'lmdb' needs a path: the folder it keeps its files in")
     return LmdbBackend(spec.path, spec.identity, spec.budget_bytes, **spec.options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +14,14 @@ from rich.table import Table
 from hicache.config import CacheConfig, Capacity, check_machine, load_config
 from hicache.config.models import TierSection, tier_of
 from hicache.config.units import format_bytes
+from hicache.errors import ConfigError
+from hicache.types import Tier
+
+if TYPE_CHECKING:
+    from hicache.storage_backends.budget import BudgetPlan
+    from hicache.storage_backends.lmdb_index import IndexView
+    from hicache.storage_backends.lmdb_loss import Loss
+    from hicache.storage_backends.lmdb_store import Store
 
 app = typer.Typer(help="Check a configuration, or show what it comes to.", no_args_is_help=True)
 
@@ -28,7 +37,58 @@ def check(file: ConfigFile, overrides: Overrides = None) -> None:
     """Check FILE and whether this machine has the memory and the folders it asks for. Writes nothing."""
     config = load_config(file, overrides or ())
     check_machine(config)
+    notes = list(_store_notes(config))
     typer.echo(f"{file}: ok, {', '.join(_summary(config, section) for section in config.tiers)}")
+    for note in notes:
+        typer.echo(f"note: {note}")
+
+
+def _store_notes(config: CacheConfig) -> Iterator[str]:
+    """What a start would meet in the store's folder. Raises ConfigError, StoreIdentityError or StoreCorruptError if it
+    would be refused, or set the store aside."""
+    from hicache.cli.store_access import holds_store, opened, plain_errors
+    from hicache.storage_backends.filesystem import check_local, free_bytes, is_cleaned
+    from hicache.storage_backends.lmdb_opening import check_values
+
+    storage, plan, index = config.storage, config.store_plan(), config.index_of(Tier.STORAGE)
+    if storage is None or storage.folder is None or plan is None or index is None:
+        return
+    path, used = storage.folder, 0
+    check_local(path)
+    with plain_errors(path):
+        there = path.is_dir() and holds_store(path)
+    if there:
+        with opened(path) as store:
+            check_values(path, store.values_mode, storage.values)
+            used = store.used_bytes
+            yield from _content_notes(config, store, plan, config.where("tiers", index, "size"))
+    if (free := free_bytes(path)) + used < plan.budget_bytes:
+        yield (
+            f"the file system of {path} has {format_bytes(free)} free, and the store may take "
+            f"{format_bytes(plan.budget_bytes - used)} more: stores stop when the disk is full"
+        )
+    if is_cleaned(path):
+        yield f"{path} lies where many systems remove what has not been used for days: exempt it, or use another folder"
+
+
+def _content_notes(config: CacheConfig, store: Store, plan: BudgetPlan, where: str) -> Iterator[str]:
+    from hicache.storage_backends.lmdb_loss import loss_by_budget, refuse_budget
+
+    def look(view: IndexView) -> tuple[Loss | None, int, int]:
+        pages = sum(space.pages for space in view.spaces().values())
+        return loss_by_budget(view, plan, store.env.used_bytes), view.state().budget_bytes, pages
+
+    loss, budget_bytes, pages = store.view(look)
+    path, size = store.folder.path, format_bytes(plan.budget_bytes)
+    alone = store.found_alone
+    if loss is None or not alone:
+        yield f"the store in {path} holds {pages:,} pages and has a size of {format_bytes(budget_bytes)}"
+    if not alone and budget_bytes != plan.budget_bytes:
+        yield f"another process has the store open: its size stays, and {size} is ignored as long as that runs"
+    if loss is not None and config.storage is not None and not config.storage.shrink:
+        raise ConfigError(f"{where}: {refuse_budget(path, loss, plan.budget_bytes)}")
+    if loss is not None:
+        yield f"shrink: true: the store in {path} holds {loss} with a size of {size}"
 
 
 @app.command()

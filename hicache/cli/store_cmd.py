@@ -1,4 +1,4 @@
-"""`hicache store stat|verify|compact|aside|clear|export|import`: what an operator does with a store on disk."""
+"""`hicache store stat|verify|compact|shrink|aside|clear|export|import`: what an operator does with a store on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
@@ -90,6 +90,28 @@ def compact(path: Folder) -> None:
         with interruptible() as check:
             done = run(path, lambda moved, total: check())
     print_compacted(done)
+
+
+@app.command()
+def shrink(
+    path: Folder,
+    size: Annotated[str, typer.Argument(metavar="SIZE", help="Its budget from now on, such as 64GiB.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Give a store another budget, and evict the pages for which there is no room. No engine may have it open."""
+    from hicache.storage_backends.lmdb_compact import shrink as run
+    from hicache.storage_backends.lmdb_loss import loss_by_budget
+
+    budget = _bytes("SIZE", size)
+    with opened(path) as store:
+        plan = replace(store.plan, budget_bytes=budget)
+        plan.split()
+        loss = store.view(lambda view: loss_by_budget(view, plan, store.env.used_bytes))
+    if loss is not None:
+        _ask(f"{path} holds {loss}. Go on?", yes)
+    with plain_errors(path):
+        done = run(path, budget)
+    typer.echo(f"{done.before - done.after:,} of {done.before:,} pages were evicted, those used least recently")
 
 
 @app.command()
@@ -264,13 +286,19 @@ def _numbers(store: Store, namespace: int | None) -> list[int]:
 def _confirm(store: Store, numbers: list[int], older_than: str | None, yes: bool) -> None:
     if yes:
         return
-    if not sys.stdin.isatty():
-        raise ConfigError("nobody can be asked here: give --yes to remove the pages")
     spaces = store.view(lambda view: [view.space(number) for number in numbers])
     pages, nbytes = sum(space.pages for space in spaces), sum(space.live_bytes for space in spaces)
     of = f"those not used for {older_than} of " if older_than is not None else ""
     where = f"namespace {', '.join(map(str, numbers))} of {store.folder.path}"
-    typer.confirm(f"Remove {of}{pages:,} pages ({format_bytes(nbytes)}) in {where}?", abort=True)
+    _ask(f"Remove {of}{pages:,} pages ({format_bytes(nbytes)}) in {where}?", yes)
+
+
+def _ask(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody can be asked here: give --yes to remove the pages")
+    typer.confirm(question, abort=True)
 
 
 def _clear(store: Store, number: int, age: float | None) -> Removed:
@@ -355,12 +383,16 @@ def _values(name: str) -> ValuesMode:
 def _budget(path: Path, text: str | None) -> int:
     if text is None:
         raise ConfigError(f"{path} holds no store: give --budget to begin one")
+    return _bytes("--budget", text)
+
+
+def _bytes(name: str, text: str) -> int:
     try:
         size = parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"--budget: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
     if size.unit != "bytes":
-        raise ConfigError(f"--budget {text}: give bytes, such as 64GiB")
+        raise ConfigError(f"{name} {text}: give bytes, such as 64GiB")
     return size.amount
 
 

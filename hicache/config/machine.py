@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from hicache.config.models import CacheConfig, HostTier
 from hicache.errors import CapacityError, ConfigError
@@ -68,21 +66,14 @@ def _placement_problems(host: HostTier, device: str) -> Iterator[tuple[str, str]
 
 
 def _check_store(config: CacheConfig) -> None:
-    index = config.index_of(Tier.STORAGE)
+    from hicache.storage_backends.filesystem import access_problem, room_problem
+    from hicache.storage_backends.lmdb_open import is_own
+
+    index, plan = config.index_of(Tier.STORAGE), config.store_plan()
     folder = config.storage.folder if config.storage else None
     if index is None or folder is None:
         return
-    if problem := _path_problem(folder):
+    if problem := access_problem(folder, is_own):
         raise ConfigError(f"{config.where('tiers', index, 'path')}: {problem}")
-
-
-def _path_problem(path: Path) -> str | None:
-    """Why a store cannot be kept in `path`; a folder that is not there yet is made later, its parent is not."""
-    folder = path if path.exists() else path.parent
-    if not folder.exists():
-        return f"{path} cannot be made: the folder {folder} does not exist, create it first"
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        return f"{folder} is read-only for this user: choose another path or change its permissions"
-    return None
+    if plan is not None and (problem := room_problem(folder, plan.budget_bytes, plan.file_bytes)):
+        raise ConfigError(f"{config.where('tiers', index, 'size')}: {problem}")

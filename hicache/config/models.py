@@ -163,6 +163,7 @@ class StorageTier(Section):
     eviction: Literal["lru", "slru", "fifo"] = "lru"
     ttl: Duration | None = None
     quota: SizeField | None = None
+    shrink: bool = False
     tenant: Word | None = None
     codec: Literal["none", "zstd", "lz4", "fp8", "int8"] = "none"
     values: Literal["slab", "inline"] = "slab"
@@ -301,6 +302,12 @@ class CacheConfig(Section):
         budget = size.amount if size.unit == "bytes" else num_pages * page_bytes
         return Capacity(num_pages, self.page_size, page_bytes, budget)
 
+    def store_plan(self) -> BudgetPlan | None:
+        """The budget of the LMDB store; None without one."""
+        if self.storage is None or self.storage.backend != "lmdb":
+            return None
+        return self._store_plan(self.storage, self.storage.size)
+
     def store_problem(self, size: Size) -> str | None:
         """Why an LMDB store of `size` cannot be; None if it can, or if the store is another one."""
         if self.storage is None or self.storage.backend != "lmdb":
@@ -335,6 +342,7 @@ class CacheConfig(Section):
             "ttl": storage.ttl or 0.0,
             "quota_bytes": quota,
             "encoded": self.host_format().quantised,
+            "shrink": storage.shrink,
         }
 
     def attach(self, document: Document) -> None:

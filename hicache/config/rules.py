@@ -120,7 +120,7 @@ def _admission_options(admission: Admission) -> Iterator[tuple[tuple[str, ...], 
             yield ("admission", key), f"has no effect with policy: {admission.policy}, it is for {where}"
 
 
-_LMDB_KEYS = {"values", "durability", "eviction", "ttl", "quota", "codec"}
+_LMDB_KEYS = {"values", "durability", "eviction", "ttl", "quota", "shrink", "codec"}
 
 
 def _backend_options(storage: StorageTier) -> Iterator[tuple[tuple[str, ...], str]]:

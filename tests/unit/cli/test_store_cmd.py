@@ -183,6 +183,24 @@ def test_compact_beside_an_engine_is_refused(path: Path, run: Any) -> None:
 # ---- clear ----------------------------------------------------------------------------------------
 
 
+def test_shrink_asks_and_says_what_it_takes(path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LmdbBackend(path, IDENTITY, BUDGET)
+    for number in range(50):
+        store.write([run_of(LAYOUT, chain(f"more {number}", 20))])
+    refused = run("shrink", path, "3MiB", "--yes")
+    assert refused.code == 2 and "a store is shrunk alone" in refused.err
+    pages = store.usage().pages + 20
+    store.close()
+    for size, line in (("3", "SIZE"), ("1MiB", "give it at least"), ("3MiB", "give --yes")):
+        refused = run("shrink", path, size)
+        assert refused.code == 2 and line in refused.err, refused.err
+    done = run("shrink", path, "3MiB", "--yes")
+    assert done.code == 0 and f"of {pages:,} pages were evicted" in done.out
+    store = LmdbBackend(path, IDENTITY, 3 << 20)
+    assert store.usage().used_bytes <= 3 << 20
+    store.close()
+
+
 def test_what_is_set_aside_is_listed_and_removed(path: Path, run: Any) -> None:
     assert "no store is set aside" in run("aside", path).out
     (path / "damaged").write_text("found damaged")

@@ -138,6 +138,7 @@ def test_options_of_the_storage_backend() -> None:
         "ttl": 7 * 86400.0,
         "quota_bytes": 1024 * 16384,
         "encoded": False,
+        "shrink": False,
     }
     assert made.model_dump(mode="json")["tiers"][2]["ttl"] == "7d"
     other = config(("size: 128MiB", "size: 128MiB\n    backend: redis\n    options: {host: there}"))

@@ -151,7 +151,7 @@ def test_a_quota_that_was_lowered_holds_from_the_next_write_on(path: Path) -> No
     store = open_store(path)
     write(store, "a", 100)
     store.close()
-    store = open_store(path, quota_bytes=20 * LAYOUT.page_stride)
+    store = open_store(path, quota_bytes=20 * LAYOUT.page_stride, shrink=True)
     write(store, "b", 5)
     assert store.usage().pages <= 20
     audit(store)

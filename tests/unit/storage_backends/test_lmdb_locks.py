@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -326,22 +327,24 @@ def test_a_child_that_outlives_its_parent_keeps_no_lock(path: Path) -> None:
     def parent(pipe: Any) -> None:
         store = open_store(path)
         with store._store.env.writer(0):
-            if not os.fork():
-                pipe.recv()
-                os._exit(0)
-            pipe.send("forked")
+            child = os.fork()
+            if not child:
+                signal.pause()
+            pipe.send(child)
             pipe.recv()
 
     with forked(parent) as process:
-        process.receive()
-        process.send("the child has taken this")
-        process.kill()
-        folder = StoreFolder(path)
-        assert folder.try_alone()
-        folder.release()
-        store = open_store(path)
-        assert write(store, "a") == 5
-        store.close()
+        child = process.receive()
+        try:
+            process.kill()
+            folder = StoreFolder(path)
+            assert folder.try_alone()
+            folder.release()
+            store = open_store(path)
+            assert write(store, "a") == 5
+            store.close()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 # ---- users ----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_a_lower_budget_shrinks_the_store_before_anything_is_written(path: Path)
     store.close()
     assert disk_bytes(path) > 2 * BUDGET
     for budget_bytes in (2 * BUDGET, BUDGET):
-        store = open_store(path, budget_bytes=budget_bytes)
+        store = open_store(path, budget_bytes=budget_bytes, shrink=True)
         assert disk_bytes(path) <= budget_bytes
         assert store.usage().budget_bytes == budget_bytes
         assert read(store, "99") == 32, "the oldest went first"
