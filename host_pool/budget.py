@@ -27,13 +27,26 @@ class _CgroupFiles:
     """File names of one version of the memory controller."""
 
     name: str
-    limit: str
+    limits: tuple[str, ...]
     usage: str
-    reclaimable: str  # key in memory.stat
+    reclaimable: tuple[str, ...]  # keys in memory.stat
 
 
-_V1 = _CgroupFiles("cgroup v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _CgroupFiles("cgroup v2", "memory.max", "memory.current", "inactive_file")
+_V1 = _CgroupFiles(
+    "cgroup v1",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _CgroupFiles(
+    "cgroup v2",
+    ("memory.max", "memory.high"),  # above memory.high the kernel slows a process down until it gives memory back
+    "memory.current",
+    ("active_file", "inactive_file", "slab_reclaimable"),
+)
+
+_PROCESS_LIMITS = {"Max address space": ("RLIMIT_AS", "VmSize"), "Max data size": ("RLIMIT_DATA", "VmData")}
+"""By their names in /proc/self/limits: what people call them, and what counts against them in /proc/self/status."""
 
 
 def check_host_budget(nbytes: int, limits: Callable[[], Iterable[MemoryLimit]] | None = None) -> None:
@@ -50,14 +63,28 @@ def check_host_budget(nbytes: int, limits: Callable[[], Iterable[MemoryLimit]] |
 
 
 def read_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """The limits found under `root`; empty on a system that has neither /proc nor control groups."""
-    return [*_machine(root), *_cgroups(root)]
+    """The limits found under `root`; empty on a system that has neither /proc nor control groups.
+
+    Swap is not counted as room: a cache that is swapped out is slower than none.
+    """
+    return [*_machine(root), *_cgroups(root), *_process(root)]
 
 
 def _machine(root: Path) -> Iterator[MemoryLimit]:
     for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield MemoryLimit("MemAvailable", int(line.split()[1]) * 1024)
+
+
+def _process(root: Path) -> Iterator[MemoryLimit]:
+    """What `ulimit` says: of the address space, and of private memory."""
+    status = dict(line.split(":", 1) for line in read_text(root / "proc/self/status").splitlines() if ":" in line)
+    for line in read_text(root / "proc/self/limits").splitlines():
+        for title, (name, counted) in _PROCESS_LIMITS.items():
+            soft = line.removeprefix(title).split()[:1]
+            if line.startswith(title) and soft and soft[0].isdigit() and counted in status:
+                limit, used = int(soft[0]), int(status[counted].split()[0]) * 1024
+                yield MemoryLimit(f"{name} {_gib(limit)}, {_gib(used)} in use", max(0, limit - used))
 
 
 def _cgroups(root: Path) -> Iterator[MemoryLimit]:
@@ -74,22 +101,23 @@ def _hierarchy(mount: Path, path: str, files: _CgroupFiles) -> Iterator[MemoryLi
     """A group and all above it, since each may limit. In a container the mount itself is the process's group."""
     group = PurePosixPath(path.lstrip("/"))
     for folder in (group, *group.parents):
-        if (limit := _cgroup_limit(mount / folder, files)) is not None:
-            yield limit
+        yield from _cgroup_limits(mount / folder, files)
 
 
-def _cgroup_limit(folder: Path, files: _CgroupFiles) -> MemoryLimit | None:
-    limit, usage = read_text(folder / files.limit).strip(), read_text(folder / files.usage).strip()
-    if not (limit.isdigit() and usage.isdigit()) or int(limit) > _V1_UNLIMITED:
-        return None
-    # Page cache counts as usage, but the kernel gives its inactive part back before it refuses memory.
-    used = max(0, int(usage) - _stat(folder, files.reclaimable))
-    return MemoryLimit(f"{files.name} limit {_gib(int(limit))}, {_gib(used)} in use", max(0, int(limit) - used))
+def _cgroup_limits(folder: Path, files: _CgroupFiles) -> Iterator[MemoryLimit]:
+    usage = read_text(folder / files.usage).strip()
+    for file in files.limits:
+        limit = read_text(folder / file).strip()
+        if limit.isdigit() and usage.isdigit() and int(limit) <= _V1_UNLIMITED:
+            # Page cache and slabs count as usage, but the kernel gives them back before it refuses memory.
+            used = max(0, int(usage) - _reclaimable(folder, files))
+            what = f"{files.name} {file} {_gib(int(limit))}, {_gib(used)} in use"
+            yield MemoryLimit(what, max(0, int(limit) - used))
 
 
-def _stat(folder: Path, key: str) -> int:
+def _reclaimable(folder: Path, files: _CgroupFiles) -> int:
     fields = (line.split() for line in read_text(folder / "memory.stat").splitlines())
-    return next((int(field[1]) for field in fields if field[0] == key), 0)
+    return sum(int(field[1]) for field in fields if field[0] in files.reclaimable)
 
 
 def read_text(path: Path) -> str:

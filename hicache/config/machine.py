@@ -37,7 +37,11 @@ def host_memory_bytes(config: CacheConfig, device: str) -> int:
 def _check_memory(config: CacheConfig, device: str) -> None:
     from hicache.host_pool.budget import check_host_budget
 
-    index = config.index_of(Tier.HOST if config.host else Tier.DEVICE)
+    host, on_device = config.capacity(Tier.HOST), config.capacity(Tier.DEVICE)
+    tier = Tier.HOST if host is not None else Tier.DEVICE
+    if host is not None and on_device is not None and device in ("cpu", "auto") and on_device.nbytes > host.nbytes:
+        tier = Tier.DEVICE  # the one to make smaller
+    index = config.index_of(tier)
     assert index is not None
     try:
         check_host_budget(host_memory_bytes(config, device))

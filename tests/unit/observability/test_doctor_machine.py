@@ -29,7 +29,7 @@ def test_the_tightest_limit_comes_first(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "0::/job\n")
     write(tmp_path / "sys/fs/cgroup/job/memory.max", f"{4 << 30}\n")
     write(tmp_path / "sys/fs/cgroup/job/memory.current", f"{1 << 30}\n")
-    value = "3.00 GiB (cgroup v2 limit 4.00 GiB, 1.00 GiB in use); next 8.00 GiB (MemAvailable)"
+    value = "3.00 GiB (cgroup v2 memory.max 4.00 GiB, 1.00 GiB in use); next 8.00 GiB (MemAvailable)"
     assert check_available(tmp_path) == Finding("memory", "available", value)
     assert check_available(tmp_path / "nowhere").status == "note"
 
