@@ -134,6 +134,11 @@ def identity_seed(identity: Mapping[str, Field], namespace: bytes) -> bytes:
     return sha256(struct.pack("<Q", len(encoded)) + encoded + namespace).digest()
 
 
+def digests_in(joined: bytes) -> list[bytes]:
+    """The digests of which `joined` is made."""
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
 def page_digests(parent: bytes, tokens: bytes, page_size: int) -> list[bytes]:
     """Digests of the whole pages in `tokens` (int32 bytes), continuing the chain after `parent`."""
     step = page_size * TOKEN_BYTES

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from hicache.demotion import Demotion
 from hicache.errors import ProtocolError
+from hicache.hashing import digests_in
 from hicache.prefetch import Prefetcher
 from hicache.tiers import StorageTier, Tiers
+from hicache.transfer.storage_tickets import Ticket
 from hicache.tree.node import Node
 from hicache.tree.plans import page_count
 from hicache.tree.residency import ABSENT
@@ -17,6 +19,8 @@ from hicache.types import DropReason, Tier
 
 _POLL_SECONDS = 0.0002
 _CLOSING_BYTES = 64 << 20
+_CHECKED_NODES = 256
+"""Nodes whose pages are asked for in one call of the backend."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +171,10 @@ class Lifecycle:
 
     def _persist_all(self, storage: StorageTier, until: float) -> None:
         """Store what is in memory only and worth it, parents first, in as many rounds as the host needs."""
+        self._forget_what_is_not_there(storage, until)
         left, before = self._unstored_pages(storage), -1
         while left and left != before and self._tiers.usable_host is not None and storage.engine.takes_stores:
-            for node in self._unstored(storage):
-                if node.residency.on_device and node.residency[Tier.HOST] is ABSENT:
-                    self._demotion.stage_backup([node])
+            self._stage_round(storage)
             self.wait(self._moving, until)
             for node in self._unstored(storage):
                 if node.residency.on_host and node.residency[Tier.STORAGE] is ABSENT:
@@ -180,6 +183,46 @@ class Lifecycle:
                     self.wait(self._moving, until)
             self.wait(self._moving, until)
             left, before = self._unstored_pages(storage), left
+
+    def _stage_round(self, storage: StorageTier) -> None:
+        """Copy as much to the host as it has room for, in pieces of at most half of it: a chain that is longer than
+        the host goes through it in several rounds.
+
+            device   [ stored | host |         to come          ]
+        """
+        host = self._tiers.usable_host
+        assert host is not None
+        piece = max(host.pool.num_pages // 2, 1)
+        for node in self._unstored(storage):
+            if not node.residency.on_device or node.residency[Tier.HOST] is not ABSENT:
+                continue
+            while page_count(node) > piece:
+                if not self._demotion.stage_backup([self._tiers.tree.split(node, piece)]):
+                    return
+            if not self._demotion.stage_backup([node]):
+                return
+
+    def _forget_what_is_not_there(self, storage: StorageTier, until: float) -> None:
+        """What the tree takes for stored may have been evicted by the store since: what is hot in memory is not used
+        there. Memory is about to go, so the store is asked."""
+        tree, tiers = self._tiers.tree, self._tiers
+        believed = [node for node in tree.nodes() if node.residency.on_storage]
+        for first in range(0, len(believed), _CHECKED_NODES):
+            nodes = believed[first : first + _CHECKED_NODES]
+            keys_of = {node: digests_in(tree.digests(node, tiers.seed(tree.namespace_of(node)))) for node in nodes}
+            keys = [key for own in keys_of.values() for key in own]
+            ticket = storage.engine.check(keys)
+            if ticket is None or not self._answered(ticket, until):
+                return  # it will not store either
+            present = dict(zip(keys, ticket.present, strict=True))
+            for node, own in keys_of.items():
+                if not all(present[key] for key in own):
+                    tree.drop_storage(node)
+
+    def _answered(self, ticket: Ticket, until: float) -> bool:
+        """Waits for a call of the backend; False if it fails, hangs, or the clock says `until` before it returns."""
+        self.wait(lambda: not (ticket.done or ticket.hangs), until)
+        return ticket.done and ticket.error is None
 
     def _unstored(self, storage: StorageTier) -> list[Node]:
         nodes = self._tiers.tree.nodes()

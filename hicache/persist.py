@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache.hashing import DIGEST_BYTES
+from hicache.hashing import DIGEST_BYTES, digests_in
 from hicache.stats import HOST_STORAGE
 from hicache.storage_backends.base import PageRun
 from hicache.tiers import StorageTier, Tiers
@@ -125,7 +125,7 @@ class Persister:
         tree, above = self.tiers.tree, chain[0].parent
         seed = self.tiers.seed(tree.namespace_of(chain[0]))
         names = b"".join([tree.digests(node, seed) for node in chain])
-        keys = [names[at : at + DIGEST_BYTES] for at in range(0, len(names), DIGEST_BYTES)]
+        keys = digests_in(names)
         parent = None if above is None or above.is_root else tree.digests(above, seed)[-DIGEST_BYTES:]
         buffers = self.tiers.host_buffers(joined([node.host_pages for node in chain]))
         return PageRun(keys, buffers, parent, generation)

@@ -21,7 +21,14 @@ from hicache.errors import StorageError, StoreUnavailableError
 from hicache.storage_backends.base import PageRun, StorageBackend, StorageUsage
 from hicache.transfer.breaker import BreakerState
 from hicache.transfer.storage_lane import Call, Lane, LaneLimits
-from hicache.transfer.storage_tickets import ClearTicket, LookupTicket, ReadTicket, Ticket, WriteTicket
+from hicache.transfer.storage_tickets import (
+    CheckTicket,
+    ClearTicket,
+    LookupTicket,
+    ReadTicket,
+    Ticket,
+    WriteTicket,
+)
 
 MAX_QUEUED_LOADS = 1024
 
@@ -99,6 +106,11 @@ class StorageEngine:
     def find(self, keys: Sequence[bytes]) -> LookupTicket | None:
         """As `lookup`, for pages whose names are known."""
         ticket = LookupTicket(keys=list(keys))
+        return ticket if self._submit(self._loads, ticket) else None
+
+    def check(self, keys: Sequence[bytes]) -> CheckTicket | None:
+        """Ask which of `keys` are stored, each by itself; None as for `lookup`."""
+        ticket = CheckTicket(keys=keys)
         return ticket if self._submit(self._loads, ticket) else None
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> ReadTicket | None:

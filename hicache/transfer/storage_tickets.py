@@ -68,6 +68,19 @@ class LookupTicket(Ticket):
 
 
 @dataclass(eq=False)
+class CheckTicket(Ticket):
+    """Which of `keys` are stored, each by itself: `present` has one answer a key once `done` without an error."""
+
+    kind = "lookup"
+    keys: Sequence[bytes] = ()
+    present: list[bool] = field(default_factory=list)
+
+    def call(self, backend: StorageBackend) -> bool:
+        self.present = backend.contains_each(self.keys)
+        return True
+
+
+@dataclass(eq=False)
 class ReadTicket(Ticket):
     """Pages being read. The first `count` buffers are read and verified, and not written to any more."""
 

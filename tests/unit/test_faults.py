@@ -918,3 +918,44 @@ def test_f38_a_host_tier_that_was_given_up_comes_back_by_itself() -> None:
     rig.cache.flush([Tier.DEVICE])
     assert rig.cache.match_prefix(key(21, 4)).host_hit_len == 4
     rig.cache.check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["write_back", "write_through"])
+@pytest.mark.parametrize("host_pages", [1, 2, 3, 16, 49, 50])
+def test_f36_close_stores_a_chain_that_is_longer_than_the_host(host_pages: int, mode: str) -> None:
+    write = WritePolicy(mode)  # type: ignore[arg-type]
+    options = RigOptions(device_pages=120, host_pages=host_pages, storage_pages=400, host_write=write)
+    rig = Rig(options)
+    assert rig.backend is not None
+    chains = [list(range(first, first + 2 * 50)) for first in (0, 1000)]
+    chains[1][:40] = chains[0][:40]  # a common beginning
+    for number, chain in enumerate(chains):
+        rig.serve(chain, rid=f"r{number}")
+        rig.settle()
+    backend = rig.backend
+    close_in_steps(rig)
+    for chain in chains:
+        keys = page_digests(rig.tiers.identity.seed(), np.array(chain, np.int32).tobytes(), 2)
+        assert backend.contains_prefix(keys) == 50
+
+
+def close_in_steps(rig: Rig) -> None:
+    """Close, with streams and storage stepped meanwhile; the backend stays open, to be looked at."""
+    assert rig.backend is not None
+    with patch("time.sleep", lambda seconds: rig.step()), patch.object(rig.backend, "close"):
+        rig.cache.close(60.0)
+
+
+def test_f36_close_asks_the_store_before_it_believes() -> None:
+    """What is hot in memory is not used on disk, and may be gone from there."""
+    rig = stored(RigOptions(device_pages=16, host_pages=16, storage_pages=64))
+    backend = rig.backend
+    assert backend is not None
+    keys = page_digests(rig.tiers.identity.seed(), key(1, 12).data, 2)
+    rig.serve(tokens(1, 13))
+    rig.settle()
+    assert backend.contains_prefix(keys) == 6
+    backend.delete(keys[3:4])  # as by the store's own eviction, children too
+    assert backend.contains_prefix(keys) == 3
+    close_in_steps(rig)
+    assert backend.contains_prefix(keys) == 6
