@@ -42,6 +42,8 @@ class Request:
         self.num_pages = 0
         self.kv_committed_len = 0
         self.receipt: LockReceipt | None = None
+        self.counted: int | None = None  # tokens that it had when it was admitted first: what statistics count of it
+        self.reached = 0  # how far its KV has ever been
 
     @property
     def admitted(self) -> bool:
@@ -104,9 +106,21 @@ class RequestManager:
         return Admission(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, load.tickets)
 
     def _count(self, device: int, host: int, storage: int, req: Request) -> None:
+        """Hits and computed tokens sum to the tokens that requests came with, each counted once. What a retracted
+        request had itself before is no hit; what others have computed since is one, of the last of its tokens.
+
+            tokens    [ had before | others computed it since | computed in the end ]
+        """
         counters = self.cache.tiers.counters
-        counters.hit_tokens.update(device=device, host=host, storage=storage)
-        counters.computed_tokens += len(req.tokens) - device - host - storage
+        if req.counted is None:
+            req.counted = len(req.tokens)
+            counters.computed_tokens += req.counted
+        fresh = max(min(device + host + storage, req.counted) - min(req.reached, req.counted), 0)
+        counters.computed_tokens -= fresh
+        for tier, tokens in (("storage", storage), ("host", host), ("device", device)):
+            taken = min(tokens, fresh)
+            counters.hit_tokens[tier] += taken
+            fresh -= taken
 
     def extend(self, req: Request, upto_tokens: int) -> bool:
         """Give the request pages for its first `upto_tokens` tokens. False, and none given, if there is no room."""
@@ -178,6 +192,7 @@ class RequestManager:
     def _release(self, req: Request) -> None:
         row = _row(req)
         self.cache.free_pages(self.pages(req)[req.num_shared :])
+        req.reached = max(req.reached, req.kv_committed_len)
         self._unlock(req)
         self.req_to_token_pool.free(row)
         req.row = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from unittest.mock import patch
@@ -959,3 +960,64 @@ def test_f36_close_asks_the_store_before_it_believes() -> None:
     assert backend.contains_prefix(keys) == 3
     close_in_steps(rig)
     assert backend.contains_prefix(keys) == 6
+
+
+def counted(rig: Rig) -> tuple[dict[str, int], int]:
+    stats = rig.cache.stats()
+    return {tier: tokens for tier, tokens in stats.hit_tokens.items() if tokens}, stats.computed_tokens
+
+
+def test_f41_a_requests_own_pages_are_no_hits_after_its_retraction() -> None:
+    rig = Rig(RigOptions(page_size=2, device_pages=40, host_pages=16))
+    request = Request("r", tokens(1, 13))
+    for _ in range(3):
+        rig.admit(request)
+        assert rig.requests.extend(request, 12)
+        rig.write_kv(request, request.kv_committed_len, 12)
+        rig.requests.commit(request, 12)
+        rig.requests.cache_unfinished_req(request)
+        rig.requests.retract(request)
+        rig.settle()
+    assert counted(rig) == ({}, 13)
+
+
+def test_f41_what_others_computed_since_is_a_hit() -> None:
+    rig = Rig(RigOptions(page_size=2, device_pages=40, host_pages=16))
+    request = Request("r", tokens(1, 13))
+    rig.admit(request)
+    assert rig.requests.extend(request, 4)
+    rig.write_kv(request, 0, 4)
+    rig.requests.commit(request, 4)
+    rig.requests.cache_unfinished_req(request)
+    rig.requests.retract(request)
+    rig.serve(tokens(1, 11), rid="other")  # hits 4 of its 11 tokens
+    assert counted(rig) == ({"device": 4}, 13 + 11 - 4)
+    rig.requests.append(request, [5, 6])  # an answer has begun: its tokens are in no prompt
+    rig.admit(request)
+    assert counted(rig) == ({"device": 4 + 6}, 13 + 11 - 4 - 6)
+    rig.finish(request)
+
+
+def test_f41_hits_and_computed_tokens_sum_to_the_prompts_whatever_is_retracted() -> None:
+    draw = random.Random(1)
+    rig = Rig(RigOptions(page_size=2, device_pages=24, host_pages=12, storage_pages=64))
+    asked = 0
+    for number in range(60):
+        request = Request(f"r{number}", tokens(draw.randrange(4), draw.randrange(3, 14)))
+        asked += len(request.tokens)
+        for _ in range(draw.randrange(3)):
+            rig.admit(request)
+            stop = draw.randrange(request.kv_committed_len, len(request.tokens) + 1)
+            if rig.requests.extend(request, stop):
+                rig.write_kv(request, request.kv_committed_len, stop)
+                rig.requests.commit(request, stop)
+                rig.requests.cache_unfinished_req(request)
+            rig.requests.retract(request)
+            rig.settle()
+        rig.admit(request)
+        while not rig.requests.extend(request, len(request.tokens)):
+            rig.settle()
+        rig.finish(request)
+        rig.settle()
+        hits, computed = counted(rig)
+        assert sum(hits.values()) + computed == asked
