@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hicache.cache import HiCache, device_table
 from hicache.device_pool import ReqToTokenPool
 from hicache.errors import ProtocolError
+from hicache.stats import fresh_hits
 from hicache.transfer.tickets import LoadTicket
 from hicache.tree.plans import LockReceipt
 from hicache.types import PageIndices, PrefixKey, TokenIds, token_array
@@ -106,21 +107,14 @@ class RequestManager:
         return Admission(match.device_len, load.tokens - load.storage_tokens, load.storage_tokens, load.tickets)
 
     def _count(self, device: int, host: int, storage: int, req: Request) -> None:
-        """Hits and computed tokens sum to the tokens that requests came with, each counted once. What a retracted
-        request had itself before is no hit; what others have computed since is one, of the last of its tokens.
-
-            tokens    [ had before | others computed it since | computed in the end ]
-        """
+        """Hits and computed tokens sum to the tokens that requests came with, each counted once."""
         counters = self.cache.tiers.counters
         if req.counted is None:
             req.counted = len(req.tokens)
             counters.computed_tokens += req.counted
-        fresh = max(min(device + host + storage, req.counted) - min(req.reached, req.counted), 0)
-        counters.computed_tokens -= fresh
-        for tier, tokens in (("storage", storage), ("host", host), ("device", device)):
-            taken = min(tokens, fresh)
-            counters.hit_tokens[tier] += taken
-            fresh -= taken
+        hits = fresh_hits(device, host, storage, req.reached, req.counted)
+        counters.hit_tokens.update(hits)
+        counters.computed_tokens -= sum(hits.values())
 
     def extend(self, req: Request, upto_tokens: int) -> bool:
         """Give the request pages for its first `upto_tokens` tokens. False, and none given, if there is no room."""

@@ -59,6 +59,19 @@ class CacheStats:
     saved_seconds: float = 0.0
 
 
+def fresh_hits(device: int, host: int, storage: int, reached: int, prompt: int) -> dict[str, int]:
+    """Tokens by tier of an admission's hits that count as hits: those of the prompt that the request did not have
+    itself before, `reached` tokens. They are the last of what was found, so the lowest tier has them.
+
+        prompt    [ had before | fresh | computed ]
+    """
+    fresh, found = max(min(device + host + storage, prompt) - min(reached, prompt), 0), dict[str, int]()
+    for tier, tokens in (("storage", storage), ("host", host), ("device", device)):
+        found[tier] = min(tokens, fresh)
+        fresh -= found[tier]
+    return found
+
+
 @dataclass
 class Counters:
     """The live counters; only the scheduler thread writes them."""

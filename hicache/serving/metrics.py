@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hicache.stats import fresh_hits
 from hicache.types import Tier
 
 _STEP = math.log(1.02)
@@ -62,12 +63,9 @@ class RequestTimer:
 
     def served(self, device: int, host: int, storage: int) -> None:
         """The hits of an admission are there. What the request had itself before is none."""
-        fresh = max(device + host + storage - self._high, 0)
-        self._high += fresh
-        for tier, tokens in (("storage", storage), ("host", host), ("device", device)):
-            taken = min(tokens, fresh)
-            self.cached[tier] += taken
-            fresh -= taken
+        total = device + host + storage
+        self.cached.update(fresh_hits(device, host, storage, self._high, total))
+        self._high = max(self._high, total)
 
     def ran(self, start: int, stop: int) -> None:
         """The model has computed tokens start .. stop-1."""

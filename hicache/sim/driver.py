@@ -19,7 +19,7 @@ from hicache.errors import CapacityError, IntegrityError, TransferError
 from hicache.sim.compute import Compute, PageChecks, StandInCompute
 from hicache.sim.options import ReplayOptions
 from hicache.sim.ports import ReplayTarget
-from hicache.sim.result import ReplayResult, RequestTiming, Tally
+from hicache.sim.result import Accounts, ReplayResult, RequestTiming, Tally
 from hicache.sim.running import Chunk, Running
 from hicache.sim.standin import StandIn
 from hicache.sim.timeline import RealTime, Timeline
@@ -65,6 +65,7 @@ class Replay:
         self._first_tokens: dict[str, float] = {}
         self._running: list[Running] = []
         self._tally = Tally()
+        self._accounts = Accounts(self._tally)
         self._starved = False
         self._starved_since: float | None = None
         self._last_progress = 0.0
@@ -187,9 +188,9 @@ class Replay:
     def _finish(self, running: Running) -> None:
         self._requests.cache_finished_req(running.request)
         self._running.remove(running)
-        self._tally.finished(running)
+        hits = self._accounts.finished(running)
         first_token = self._first_tokens.pop(running.trace.rid)
-        self._timings.append(RequestTiming.of(running, first_token, self._timeline.now()))
+        self._timings.append(RequestTiming.of(running, hits, first_token, self._timeline.now()))
         self._progress(self._tally.requests, self._tally.prompt_tokens)
 
     def _recover(self, error: TransferError, queue: WaitingQueue) -> None:
@@ -207,7 +208,7 @@ class Replay:
     def _retract(self, running: Running, queue: WaitingQueue) -> None:
         self._requests.retract(running.request)
         self._running.remove(running)
-        self._tally.retracted(running)
+        self._accounts.retracted(running)
         queue.put_back(running.trace, running.arrived)
 
     def _idle(self, queue: WaitingQueue) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache.errors import IntegrityError
 from hicache.sim.running import Running
 from hicache.sim.waiting import Skipped
+from hicache.stats import fresh_hits
 from hicache.types import Tier
 
 
@@ -27,8 +29,7 @@ class RequestTiming:
     storage_tokens: int
 
     @classmethod
-    def of(cls, running: Running, first_token: float, now: float) -> RequestTiming:
-        admission = running.admission
+    def of(cls, running: Running, hits: Mapping[str, int], first_token: float, now: float) -> RequestTiming:
         return cls(
             running.trace.rid,
             running.arrived,
@@ -36,9 +37,9 @@ class RequestTiming:
             first_token,
             now,
             running.trace.prompt_len,
-            admission.device_len,
-            admission.host_len,
-            admission.storage_len,
+            hits["device"],
+            hits["host"],
+            hits["storage"],
         )
 
     @property
@@ -56,8 +57,8 @@ class RequestTiming:
 class ReplayResult:
     """Tokens, pages and bytes of a whole replay; `seconds` of wall clock from first request to drained.
 
-    Hits and computed tokens are those of each request's last admission and sum to `prompt_tokens`; what a
-    retracted request had computed before is in `recomputed_tokens`. Requests that were `skipped` are in none of these.
+    Hits and computed tokens sum to `prompt_tokens`. What a retracted request had itself before is no hit; what it
+    computed more than once is in `recomputed_tokens`. Requests that were `skipped` are in none of these.
     `failures` counts copies and storage
     operations by kind and reason; `storage_loads` and `storage_stores` say whether storage was in service at
     the end: "on", "off" or "trying", None without it.
@@ -116,16 +117,49 @@ class Tally:
     failed_loads: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: {tier.name.lower(): 0 for tier in Tier})
 
-    def finished(self, running: Running) -> None:
-        decoded = len(running.sequence) - running.trace.prompt_len
-        self.requests += 1
-        self.prompt_tokens += running.trace.prompt_len
-        self.output_tokens += running.trace.output_len
-        self.computed_tokens += running.computed - decoded
-        self.hit_tokens["device"] += running.admission.device_len
-        self.hit_tokens["host"] += running.admission.host_len
-        self.hit_tokens["storage"] += running.admission.storage_len
+
+class Accounts:
+    """Counts into a tally what becomes of requests, over all of their admissions."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._open: dict[str, _Account] = {}  # of requests that were retracted and wait
+
+    def finished(self, running: Running) -> Mapping[str, int]:
+        """Returns the request's hits by tier."""
+        trace, tally = running.trace, self._tally
+        account = self._after(running)
+        del self._open[trace.rid]
+        computed = trace.prompt_len - account.hits.total()
+        tally.requests += 1
+        tally.prompt_tokens += trace.prompt_len
+        tally.output_tokens += trace.output_len
+        tally.computed_tokens += computed
+        tally.recomputed_tokens += account.computed - computed - (len(running.sequence) - trace.prompt_len)
+        for tier, tokens in account.hits.items():
+            tally.hit_tokens[tier] += tokens
+        return account.hits
 
     def retracted(self, running: Running) -> None:
-        self.retractions += 1
-        self.recomputed_tokens += running.computed
+        self._tally.retractions += 1
+        self._after(running)
+
+    def _after(self, running: Running) -> _Account:
+        """The request's account, this admission included. One whose loads have failed has brought nothing."""
+        account = self._open.setdefault(running.trace.rid, _Account())
+        if running.hits_ready:
+            found = running.admission
+            hits = (found.device_len, found.host_len, found.storage_len)
+            account.hits.update(fresh_hits(*hits, account.reached, running.prompt_len))
+            account.reached = max(account.reached, running.done)
+            account.computed += running.computed
+        return account
+
+
+@dataclass
+class _Account:
+    """Of one request: its hits by tier, the tokens computed for it, and how far its KV has ever been."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    computed: int = 0
+    reached: int = 0
