@@ -156,7 +156,7 @@ def build_storage(config: CacheConfig) -> StorageTier | None:
     options = config.storage_options()
     field = "path" if section.backend in names() else "backend"
     spec = BackendSpec(config.identity(), capacity.budget_bytes, section.folder, options)
-    backend = RecoveringBackend(lambda: create(section.backend, spec))
+    backend = RecoveringBackend(lambda: create(section.backend, spec), spec.identity)
     failure: StorageError | None = None
     try:
         backend.open()

@@ -403,7 +403,8 @@ class HiCache:
         self._lifecycle.close(timeout)
 
     def attach_storage(self, storage: StorageTier) -> None:
-        """Use a storage tier from now on. ProtocolError if there is one, or no host tier, or the cache is closed."""
+        """Use a storage tier from now on. ProtocolError if there is one, or no host tier, or the cache is closed;
+        StoreIdentityError if it was opened for another model, layout or codec: nothing has changed then."""
         self._lifecycle.attach(storage)
 
     def detach_storage(self, timeout: float = 60.0) -> DetachReport:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hicache.demotion import Demotion
-from hicache.errors import ProtocolError
-from hicache.hashing import digests_in
+from hicache.errors import ProtocolError, StoreIdentityError
+from hicache.hashing import StoreIdentity, digests_in
 from hicache.prefetch import Prefetcher
 from hicache.tiers import StorageTier, Tiers
 from hicache.transfer.storage_tickets import Ticket
@@ -38,6 +38,15 @@ class DetachReport:
 
     closed: bool
     shed_pages: int
+
+
+def _check_identity(own: StoreIdentity, theirs: StoreIdentity | None) -> None:
+    """Raises StoreIdentityError for a store of other pages than the cache's: of another model, page length, codec."""
+    if theirs is None or theirs == own:
+        return
+    mine, other = own.flat(), theirs.flat()
+    fields = [f"{name} {other.get(name)} where the cache has {mine.get(name)}" for name in own.differences(other)]
+    raise StoreIdentityError(f"the storage tier is of another identity: {', '.join(fields)}")
 
 
 class Lifecycle:
@@ -130,6 +139,7 @@ class Lifecycle:
             raise ProtocolError("there is a storage tier already: detach it first")
         if self._tiers.host is None:
             raise ProtocolError("a storage tier needs a host tier: copies pass it")
+        _check_identity(self._tiers.identity, storage.engine.backend.identity)
         self._tiers.storage = storage
 
     def detach(self, timeout: float) -> DetachReport:

@@ -72,9 +72,13 @@ class StorageBackend(ABC):
     are host pages of `page_bytes` bytes (`kept_format` of the identity), 4 KiB-aligned and 4 KiB-padded
     when they come from a host pool, so that `memoryview` slices can be given to O_DIRECT.
 
-    Nothing here is optional. A backend signals trouble by raising StorageError; whatever it raises,
+    `identity` tells whose pages it keeps; None where that is not known, as of a wrapper.
+
+    Nothing else here is optional. A backend signals trouble by raising StorageError; whatever it raises,
     pages that were not reported as written or read are absent to the caller.
     """
+
+    identity: StoreIdentity | None = None
 
     @abstractmethod
     def contains_prefix(self, keys: Sequence[bytes]) -> int:

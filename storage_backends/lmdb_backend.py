@@ -73,6 +73,7 @@ class LmdbBackend(StorageBackend):
             ("eviction", eviction, POLICIES),
         ):
             _check_choice(field, value, choices)
+        self.identity = identity
         self._form = kept_format(identity) if encoded else HostFormat(identity.layout)
         self._page_bytes = self._form.page_bytes
         self._codec = None if encoded else create_codec(identity.codec, identity.layout)

@@ -33,6 +33,7 @@ class ManagedBackend(StorageBackend):
 
     def __init__(self, identity: StoreIdentity, budget_bytes: int) -> None:
         """Raises ConfigError if `budget_bytes` hold no page."""
+        self.identity = identity
         self._form = kept_format(identity)
         self._budget_bytes = budget_bytes
         self._max_pages = budget_bytes // self._form.page_bytes

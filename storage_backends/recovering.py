@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hicache.errors import BadInput, StoreCorruptError, StoreReplacedError, StoreUnavailableError
-from hicache.hashing import Field
+from hicache.hashing import Field, StoreIdentity
 from hicache.storage_backends.base import Neighbour, PageRun, StorageBackend, StorageUsage
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class RecoveringBackend(StorageBackend):
     are too late for what is opened afterwards.
     """
 
-    def __init__(self, open_backend: Callable[[], StorageBackend]) -> None:
+    def __init__(self, open_backend: Callable[[], StorageBackend], identity: StoreIdentity | None = None) -> None:
+        self.identity = identity
         self._open_backend = open_backend
         self._opened: _Opened | None = None
         self._epoch = 0

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from hicache.errors import ProtocolError, StoreUnavailableError
+from hicache.errors import ProtocolError, StoreIdentityError, StoreUnavailableError
 from hicache.hashing import page_digests
+from hicache.layout import KVLayout
 from hicache.policies.admission import AdmissionPolicy
 from hicache.policies.write import WritePolicy
 from hicache.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.requests import Request
-from hicache.storage_backends.base import PageRun
+from hicache.storage_backends.base import PageRun, StorageBackend
+from hicache.storage_backends.memory import MemoryBackend
+from hicache.storage_backends.recovering import RecoveringBackend
 from hicache.testing.rig import FlakyBackend, Rig, RigOptions
 from hicache.tiers import StorageTier
 from hicache.transfer.storage_engine import EngineLimits, StorageEngine
@@ -504,3 +510,28 @@ def test_with_all_nothing_is_filtered() -> None:
         rig.serve(tokens(index, 9), rid=f"r{index}")
         rig.settle()
     assert not rig.cache.stats().dropped_pages
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "another"}, "model another where the cache has rig"),
+        ({"layout": KVLayout(2, 1, 4, 4)}, "layout.page_size 4 where the cache has 2"),
+        ({"codec": "fp8"}, "codec fp8 where the cache has none"),
+        ({"weights_digest": "0f"}, "weights_digest 0f where the cache has None"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_store_of_another_identity_is_not_attached(change: dict[str, Any], told: str, wrapped: bool) -> None:
+    rig = Rig(RigOptions(storage_pages=16))
+    rig.detach()
+    identity = replace(rig.tiers.identity, **change)
+    backend: StorageBackend = MemoryBackend(identity, 1 << 20)
+    if wrapped:
+        backend = RecoveringBackend(lambda: MemoryBackend(identity, 1 << 20), identity)
+    with pytest.raises(StoreIdentityError, match=re.escape(told)) as caught:
+        rig.cache.attach_storage(rig.storage_tier(backend))
+    assert "\n" not in str(caught.value) and rig.tiers.storage is None
+    rig.serve(list(range(1, 9)))
+    rig.settle()
+    rig.attach()

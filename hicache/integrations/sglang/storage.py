@@ -87,7 +87,7 @@ class HiCacheLMDBStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no
                 options.ttl or 0.0,
             )
 
-        backend = RecoveringBackend(open_backend)
+        backend = RecoveringBackend(open_backend, identity)
         try:
             backend.open()
         except StorageError as error:

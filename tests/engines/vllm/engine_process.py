@@ -6,6 +6,7 @@
 |---------------------------------|---------------------------------------------------------------------|
 | ["generate", prompts, options]  | {"tokens": [[...]], "cached": [...], "reasons": [...]}              |
 | ["reset", connector too]        | what reset_prefix_cache returned                                    |
+| ["remove", folder]              | null: the folder is gone, from under whoever has files of it open   |
 | ["metrics"]                     | counters by name and labels                                         |
 | ["state"]                       | counters, open jobs, pages and events of the connector, in-process only |
 
@@ -14,6 +15,7 @@ A prompt is a list of token ids; options are max_tokens, salt, lora (name and fo
 
 import json
 import os
+import shutil
 import sys
 import time
 from typing import Any
@@ -114,6 +116,9 @@ def run(llm: Any, step: list[Any]) -> Any:
         return generate(llm, rest[0], rest[1] if len(rest) > 1 else {})
     if kind == "reset":
         return llm.reset_prefix_cache(reset_connector=rest[0])
+    if kind == "remove":
+        shutil.rmtree(rest[0])
+        return None
     return {"metrics": metrics, "state": state}[kind](llm)
 
 

@@ -65,3 +65,16 @@ def test_damaged_pages_are_misses(model: str, reference: list[list[int]], tiers:
     (later,) = run_engine([["generate", PAIR]], model=model, tiers=file)
     assert later["tokens"] == reference[:2]
     assert later["cached"] == [0, 0]
+
+
+def test_after_a_reset_nothing_of_a_store_that_was_removed_is_found(
+    model: str, reference: list[list[int]], tiers: Tiers, tmp_path: Path
+) -> None:
+    """Its files are still open in the ranks: what they hold may be KV of weights that have changed since."""
+    steps: list[list[object]] = [["generate", [prompt(0)]], ["state"], ["remove", str(tmp_path / "store")]]
+    steps += [["reset", True], ["generate", [prompt(0)]], ["state"], ["reset", False], ["generate", [prompt(0)]]]
+    cold, stored, _, reset, after, _, _, again = run_engine(steps, model=model, tiers=tiers())
+    assert stored["counters"]["persisted_blocks"] > 0
+    assert reset is True and after["cached"] == [0]
+    assert again["cached"] == [992]  # computed again, and kept
+    assert cold["tokens"] == after["tokens"] == again["tokens"] == reference[:1]
