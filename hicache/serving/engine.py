@@ -137,7 +137,7 @@ class Engine:
         generation = self._generations.get(rid)
         if generation is None:
             return False
-        self._scheduler.abort(generation)
+        self._scheduler.cut_off(generation)
         self._ended.append(self._end(generation, None, "abort"))
         return True
 

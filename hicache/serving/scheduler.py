@@ -94,6 +94,12 @@ class Scheduler:
         else:
             self._leave(generation)
 
+    def cut_off(self, generation: Generation) -> None:
+        """End a request whose client has gone: what has been computed of its answer stays of use, too."""
+        if self._options.reuse and generation in self.running and generation.restored:
+            self._requests.cache_unfinished_req(generation.kv)
+        self.abort(generation)
+
     def retract(self, generation: Generation) -> None:
         """Take a running request off the device; it waits again, with its answer so far."""
         self._requests.retract(generation.kv)

@@ -167,6 +167,20 @@ def test_abort_while_decoding() -> None:
     assert len(handle.token_ids) == 2
 
 
+def test_an_answer_that_was_cut_off_keeps_its_pages() -> None:
+    """The client goes away in mid-answer and comes back with what it has read: a chat that goes on."""
+    engine = tiny_engine(tiers_of(40))
+    handle = engine.add_request(ask(PROMPT, 30, rid="a"))
+    while len(handle.token_ids) < 11:
+        engine.step()
+    aborted(engine, "a")
+    known = [*PROMPT, *handle.token_ids]
+    whole = (len(known) - 1) // PAGE * PAGE  # KV of the last token was never computed
+    again = engine.generate([ask([*known, 7], 2)])[0]
+    assert again.metrics is not None and again.metrics.cached_tokens["device"] == whole
+    assert [again.token_ids] == reference([ask([*known, 7], 2)])
+
+
 def test_abort_after_a_retraction() -> None:
     engine = tiny_engine(tiers_of(11), SchedulerOptions(reserve=0.0))
     for rid, prompt in (("a", PROMPT[:12]), ("b", PROMPT[12:24])):
